@@ -1,9 +1,8 @@
-"""Conversations as stored in tables: JSON text of messages, in the usual layout of chat datasets.
+"""Conversations as stored in tables: JSON text of messages in the usual format of chat datasets.
 
-A message is an object with `role` (system, user, assistant, tool) and `content`, and optionally `reasoning_content`,
-`tool_calls`, `tool_call_id` and `name`; further keys are kept. Messages are stored as JSON text because the arguments
-of tools have no common type. DuckDB reads them as `messages->>'$[0].content'` and `chosen->>'content'`.
-"""
+A message is an object with `role` (system, user, assistant, tool) and `content`, and optionally `reasoning_content`, `tool_calls`,
+`tool_call_id` and `name`; other keys are kept. Messages are stored as JSON text because arguments of tools have no common type. In DuckDB,
+read them with `messages->>'$[0].content'` and `chosen->>'content'`."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from puna.storage import PunaError
 
 Level = Literal["significantly_better", "better", "slightly_better", "marginally_better"]
-LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better", "marginally_better")  # the clearest first
+LEVELS: tuple[Level, ...] = ("significantly_better", "better", "slightly_better", "marginally_better")  # clearest first
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ Message = dict[str, Any]  # one turn
 
 
 class BadRow(PunaError):
-    """An error for a row that gives no usable example. `rule`: short name of the reason; `text`: message with the row and the reason."""
+    """An error for a row that gives no usable example. `rule`: short name of the reason; `text`: message with row and reason."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(text)
@@ -38,22 +37,22 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def dump(value: Any) -> str:
-    """Return the JSON text of a message, or a list of messages or tools; keys keep their order."""
+    """Return the JSON text of a message, or of a list of messages or tools; keys keep their order."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def asking(text: str) -> str:
-    """Return the JSON text of a conversation whose only message is the user's `text`."""
+    """Return the JSON text of a conversation with one user message, `text`."""
     return dump([{"role": "user", "content": text}])
 
 
 def answering(text: str, finished: bool = True) -> str:
-    """Return the JSON text of an answer: one assistant message, with `finished` false if it was cut off."""
+    """Return the JSON text of an answer: one assistant message, marked with `finished` false if it was truncated."""
     return dump({"role": "assistant", "content": text} | ({} if finished else {"finished": False}))
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row of prompts, preferences or instructions. Raise BadRow if the column holds none."""
+    """Return the messages of a row of prompts, preferences or instructions. Raise BadRow if the column holds no messages."""
     return _parse(row, "messages", list)
 
 
@@ -68,16 +67,16 @@ def message_of(row: Mapping[str, Any], column: str) -> Message | None:
 
 
 def others_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the further answers of a ranking, each with its `rank`; see the column `others` of preferences."""
+    """Return the additional answers of a ranking, each with its `rank`; see the column `others` of preferences."""
     return [] if row["others"] is None else _parse(row, "others", list)
 
 
 def _parse(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
-    """Return the messages in a column, which holds a list, or one message if `kind` is dict. Raise BadRow for anything else."""
+    """Return the messages in a column: a list, or a single message if `kind` is dict. Raise BadRow for anything else."""
     try:
         value = json.loads(row[column])
     except ValueError as error:
-        raise BadRow("not_messages", f"row {row['id']}: column {column} is no JSON text ({error})") from error
+        raise BadRow("not_messages", f"row {row['id']}: column {column} is not JSON text ({error})") from error
     turns = value if isinstance(value, list) else [value]
     if not isinstance(value, kind) or not turns or not all(isinstance(turn, dict) for turn in turns):
         name = "messages" if kind is list else "a message"
@@ -86,7 +85,7 @@ def _parse(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
 
 
 def content_of(message: Message) -> str:
-    """Return the text of a message, with its text parts joined; empty if it has no text."""
+    """Return the text of a message, with its text parts concatenated; empty if it has no text."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -94,7 +93,7 @@ def content_of(message: Message) -> str:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Return messages as readable text: a single user message unchanged, else all turns, with their roles."""
+    """Return messages as readable text: the content of a single user message, otherwise all turns with their roles."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return content_of(messages[0])
     return "\n\n".join(f"{message.get('role')}: {_turn_text(message)}" for message in messages)
@@ -117,7 +116,7 @@ def answer_texts(messages: Sequence[Message]) -> list[str]:
 
 @contextlib.contextmanager
 def rendering(row: Mapping[str, Any]) -> Iterator[None]:
-    """Within the context, turn a chat template's error into BadRow, whose message names the row."""
+    """Turn a chat template's error inside the `with` block into a BadRow that names the row."""
     from puna.models.tokens.chat import ChatError
     from puna.models.tokens.template import TemplateError
 
@@ -128,7 +127,7 @@ def rendering(row: Mapping[str, Any]) -> Iterator[None]:
 
 
 def prompt_ids(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a prompt, up to the beginning of the answer. Raise BadRow if it cannot be rendered."""
+    """Return the token ids of a prompt, up to where the answer begins. Raise BadRow if it cannot be rendered."""
     with rendering(row):
         ids: list[int] = tokenizer.chat(messages_of(row), tools=tools_of(row))
     return ids

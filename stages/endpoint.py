@@ -1,4 +1,4 @@
-"""Client of models behind OpenAI-compatible endpoints, local or remote: bounded requests with retries, stored with their answers."""
+"""Client of models behind OpenAI-compatible endpoints, local or remote. Requests are limited and retried, and stored with their replies."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from puna.storage import PunaError
 
 EXCHANGES = "exchanges"
 REFUSED = frozenset((400, 413, 422))
-"""HTTP statuses with which a server refuses a request for its content."""
+"""HTTP statuses by which a server rejects a request because of its content."""
 PASSING = frozenset((408, 409, 425, 429))
-"""HTTP statuses, besides 5xx, after which a request is tried again."""
-LONGEST_WAIT = 120.0  # seconds between two tries
+"""HTTP statuses, in addition to 5xx, after which a request is retried."""
+LONGEST_WAIT = 120.0  # maximum seconds between two tries
 REPLY_BYTES = 16 << 20
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 
 
 class EndpointConfig(StageConfig):
-    """A model behind an HTTP server with OpenAI's chat completions API."""
+    """A model on an HTTP server with OpenAI's chat completions API."""
 
     base_url: str = Field(pattern=r"^https?://[^\s?#@]+$", description="Address of the server, up to /v1")
     model: str = Field(min_length=1, description="Name of the model on the server")
     key: str | None = Field(
-        None, pattern="^[A-Z][A-Z0-9_]*$", description="NAME of the environment variable that holds the key; null: no key is sent",
+        None, pattern="^[A-Z][A-Z0-9_]*$", description="Name of the environment variable that holds the API key; null: send no key",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
-    fields: dict[str, JsonValue] = Field(default_factory=dict, description="Further fields of each request; null leaves a field out")
-    seconds: float = Field(120.0, gt=0, le=3600, description="Timeout of a request, seconds", json_schema_extra=NO_RESULT)
-    retries: int = Field(6, ge=0, le=100, description="Maximum retries of a failed request", json_schema_extra=NO_RESULT)
-    pause: float = Field(1.0, gt=0, le=60, description="Wait before the first retry, then doubled, seconds", json_schema_extra=NO_RESULT)
-    at_once: int = Field(4, ge=1, le=256, description="Maximum requests at the same time", json_schema_extra=NO_RESULT)
+    fields: dict[str, JsonValue] = Field(default_factory=dict, description="Additional fields of each request; null leaves a field out")
+    seconds: float = Field(120.0, gt=0, le=3600, description="Timeout of a request, in seconds", json_schema_extra=NO_RESULT)
+    retries: int = Field(6, ge=0, le=100, description="Maximum number of retries of a failed request", json_schema_extra=NO_RESULT)
+    pause: float = Field(1.0, gt=0, le=60, description="Seconds before the first retry, doubled each time", json_schema_extra=NO_RESULT)
+    at_once: int = Field(4, ge=1, le=256, description="Maximum number of concurrent requests", json_schema_extra=NO_RESULT)
 
     @property
     def name(self) -> str:
-        """Return the model's name with its host, for tables."""
+        """Return the name of the model and its host, for tables."""
         return f"{self.model} at {urlsplit(self.base_url).netloc}"
 
     def unmet(self, where: str) -> list[str]:
-        """Return a message if the environment lacks the key's variable, else an empty list."""
+        """Return a message if the API key's environment variable is not set, else an empty list."""
         missing = self.key is not None and not os.environ.get(self.key)
-        return [f"{where}.key: the environment has no variable {self.key}; set it to the key of {self.base_url}"] if missing else []
+        return [f"{where}.key: the environment variable {self.key} is not set; set it to the API key of {self.base_url}"] if missing else []
 
 
 class Reply(NamedTuple):
-    """A server's answer. `finished`: False if it was cut off or refused. `refused`: reason of a refusal (with empty `text`), or empty."""
+    """A server's reply. `finished`: False if truncated or refused. `refused`: the reason of a refusal (then `text` is empty), or empty."""
 
     text: str
     finished: bool
@@ -68,19 +68,19 @@ class Reply(NamedTuple):
 
     @property
     def final(self) -> str:
-        """Return the stripped text after the model's reasoning, which ends with `</think>`; without reasoning, all of the text."""
+        """Return the stripped text after the model's reasoning, which ends with `</think>`; without reasoning, the whole text."""
         return THOUGHT.sub("", self.text).strip()
 
 
 class _Unmoved(urllib.request.HTTPRedirectHandler):
-    """A handler that refuses redirects, which would send the key to another host."""
+    """A handler that rejects redirects, since they would send the key to another host."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
 class Endpoint:
-    """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run sends only the
+    """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run sends only
     unanswered requests. `write` copies all exchanges to the side table `exchanges`."""
 
     def __init__(self, config: EndpointConfig, run: StageRun) -> None:
@@ -92,7 +92,7 @@ class Endpoint:
         self._opener = urllib.request.build_opener(_Unmoved)
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
-        """Return a reply to each request (`messages`, OpenAI's other fields); equal requests share one. PunaError if the endpoint fails."""
+        """Return a reply to each request (`messages`, other OpenAI fields); equal requests share one. PunaError if the endpoint fails."""
         requests = [self._whole(body) for body in bodies]
         replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
@@ -115,7 +115,7 @@ class Endpoint:
         return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
 
     def _answer(self, request: dict[str, Any]) -> Reply:
-        """Return the server's answer or refusal, retrying with exponential backoff; raise PunaError if retries run out or cannot help."""
+        """Return the server's reply or refusal, retrying with exponential backoff. Raise PunaError if retries run out or cannot help."""
         failure = ""
         for number in range(self.config.retries + 1):
             wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)
@@ -146,23 +146,23 @@ class Endpoint:
             return Reply(str(choice["message"].get("content") or ""), choice.get("finish_reason") != "length")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             reply_text = self._safe(data[:200].decode(errors="replace"))
-            raise PunaError(f"endpoint {self.config.base_url}: its answer is not in OpenAI's format ({error!r}): {reply_text}") from error
+            raise PunaError(f"endpoint {self.config.base_url}: its reply is not in OpenAI's format ({error!r}): {reply_text}") from error
 
     def _safe(self, text: str) -> str:
-        """Return a message on one line without the key, cut at 500 characters."""
+        """Return a message on one line without the key, truncated to 500 characters."""
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
     def _stored_reply(self, id_: str, request: dict[str, Any]) -> Reply:
-        """Return the reply to a request, after appending both to the file of exchanges."""
+        """Request a reply, append both to the file of exchanges, and return the reply."""
         reply = self._answer(request)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
         with self._lock, self._file.open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps(row))  # a line break first: the line before may have been cut off
+            file.write("\n" + json.dumps(row))  # start with a line break: the previous line may be incomplete after a crash
         return reply
 
     def _exchanges(self) -> dict[str, dict[str, Any]]:
-        """Return the exchanges on disk by id, without lines that were cut off."""
+        """Return the exchanges on disk by id, ignoring incomplete lines."""
         rows: dict[str, dict[str, Any]] = {}
         for line in self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else ():
             try:
@@ -187,7 +187,7 @@ def grade_of(text: str, top: int) -> float | None:
 
 
 def _body(error: urllib.error.HTTPError) -> str:
-    """Return the beginning of an error's body; empty if the connection fails before it is read."""
+    """Return the beginning of an error's body; empty if the connection fails before it can be read."""
     try:
         return error.read(2000).decode(errors="replace")
     except (OSError, http.client.HTTPException):

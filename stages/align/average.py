@@ -1,4 +1,4 @@
-"""Averages of models' parameters; each model's weight in the average is given, equal, or searched for on a development set."""
+"""Parameter averages of several models. The averaging weights are given, equal, or searched for on development prompts."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 MOST_TRIALS = 500
-"""Maximum number of averages that one search tries."""
+"""Maximum number of candidate averages in one search."""
 SCORED_TOKENS = 8192
-"""Maximum tokens of a packed row for a reward model."""
+"""Maximum tokens in a packed row that a reward model scores."""
 
 
 class SearchConfig(RewardSettings):
-    """Settings of the search for weights: which weights are tried, and how answers are sampled and scored."""
+    """Settings of the search for averaging weights: the candidates, and how their answers are sampled and scored."""
 
-    steps: int = Field(4, ge=1, le=20, description="Number of equal parts of the total weight; all divisions among the models are tried")
-    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
-    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, with its end token")
+    steps: int = Field(4, ge=1, le=20, description="Number of equal parts that the total weight is split into; every split is tried")
+    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0: greedy decoding")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, including its end token")
     reward: Reward = Field("verifier", description=REWARDS)
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
-    """Settings of the average: the weight of each model, or the search for the weights."""
+    """Settings of the average: each model's weight, or the search for the weights."""
 
     weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; empty: search if prompts are given, else equal")
     search: SearchConfig = Field(SearchConfig(), description="Settings of the search")
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
-    """Require one tokenizer for all models, and a reward model if the search for weights uses one."""
+    """Require that all models share a tokenizer, and that a reward model is given if the search uses one."""
     chooses = config.search.reward != "verifier" and "prompts" in facts.inputs and not config.weights
     missing = [f"search.reward={config.search.reward} needs a reward_model; give one, or set search.reward=verifier"]
     return [*(missing if chooses and "reward_model" not in facts.inputs else []), *one_tokenizer(facts, "models")]
@@ -59,17 +59,17 @@ def average(
 ) -> None:  # fmt: skip
     """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
-    An average of reward models costs as much as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the evaluation's
-    prompts. If the set has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; among equals,
-    the most even. `search.reward`: verifiers, `reward_model` or both score answers; with both, rewards are centered on the first model's
-    answers if `search.center` is start. Metrics: `weight_N` and, after a search, `development_score` (mean reward), also of equal weights.
-    """
+    An average of reward models is as cheap to run as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the
+    evaluation's prompts. If it has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; ties go
+    to the most even weights. `search.reward`: verifiers, `reward_model` or both score the answers; with both, rewards are centered on the
+    first model's answers if `search.center` is start. Metrics: `weight_N` and, after a search, `development_score` (mean reward), also for
+    equal weights."""
     from puna.models.training.average import average_checkpoints
 
     if config.weights and len(config.weights) != len(models):
         raise PunaError(f"average: {len(config.weights)} weights are given for {len(models)} models")
-    check_one_tokenizer(models, "average: the rows of their embeddings stand for different tokens")
-    check_one_tokenizer([models[0], *(reward_model or ())], "average: reward models read the models' tokens")
+    check_one_tokenizer(models, "average: the models have different tokenizers, so their embedding rows stand for different tokens")
+    check_one_tokenizer([models[0], *(reward_model or ())], "average: the reward models need the tokenizer of the averaged models")
     weights = config.weights or tuple(1 / len(models) for _ in models)
     if prompts is not None and prompts.rows() and not config.weights and len(models) > 1:
         weights = _search(models, prompts, reward_model or (), judges or (), config, run)
@@ -83,7 +83,7 @@ def average(
 
 
 def grid(models: int, steps: int) -> Iterator[tuple[float, ...]]:
-    """Yield the models' weights for every division of `steps` parts of size 1/`steps` among the models, the most even first."""
+    """Yield every split of a total weight of 1 among the models in steps of 1/`steps`, the most even first."""
     even = steps / models
     divisions = [
         tuple(b - a - 1 for a, b in itertools.pairwise((-1, *bars, steps + models - 1)))
@@ -97,13 +97,13 @@ def _search(
     models: Sequence[Artifact], prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], config: AverageConfig,
     run: StageRun,
 ) -> tuple[float, ...]:  # fmt: skip
-    """Return the weights of the average with the highest mean reward on the prompts. Raise PunaError for over `MOST_TRIALS` averages."""
+    """Return the weights of the average with the highest mean reward on the prompts. Raise PunaError above `MOST_TRIALS` candidates."""
     from puna.models.training import average as averaging
 
     equal = tuple(1 / len(models) for _ in models)
     trials = list(dict.fromkeys([equal, *grid(len(models), config.search.steps)]))
     if len(trials) > MOST_TRIALS:
-        raise PunaError(f"average: search.steps={config.search.steps} asks for {len(trials)} averages; {MOST_TRIALS} are the most")
+        raise PunaError(f"average: search.steps={config.search.steps} asks for {len(trials)} averages; the maximum is {MOST_TRIALS}")
     network, tokenizer = load_model(models[0], "lm", frozen=True)
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     answering = _Development(prompts, reward_models, judges, tokenizer, config, run)
@@ -130,7 +130,7 @@ def _search(
 
 
 class _Development:
-    """An evaluation on development prompts: every average answers them with the same random numbers, and the answers get rewards."""
+    """Evaluation of candidate averages on development prompts: all sample with the same random numbers, and their answers are scored."""
 
     def __init__(
         self, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], tokenizer: Tokenizer, config: AverageConfig,
@@ -160,12 +160,12 @@ class _Development:
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
     def center(self, network: Transformer) -> float:
-        """Center all further rewards on the rewards of a model's answers, and return the center (see `search.center`)."""
+        """Center all later rewards on the rewards of this model's answers, and return the center (see `search.center`)."""
         self._rewards = self._rewards.center_by(self._ids, self._answers(network))
         return self._rewards.center
 
     def score(self, network: Transformer) -> float:
-        """Return the mean reward of a model's answers. With verifiers, a truncated answer or one that cannot be scored counts 0."""
+        """Return the mean reward of the model's answers. With verifiers, truncated answers and answers that cannot be scored count as 0."""
         answers = self._answers(network)
         pairs = [(reward, one.finished) for (reward,), (one,) in zip(self._rewards(self._ids, answers), answers, strict=True)]
         rewards = [reward if finished or not self._checked else 0.0 for reward, finished in pairs]

@@ -1,4 +1,4 @@
-"""Prompts with a verifier, made from other prompts and from documents: rules of the system message, and questions about long texts."""
+"""Prompts with verifiers, made from other prompts (a rule in the system message) and from documents (questions about long texts)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from puna.stages.evaluation.needle import THINGS
 from puna.stages.verifiers.registry import from_json, to_text
 from puna.storage import PunaError
 
-TRAINED, NEW = "trained_rules", "new_rules"  # tasks of prompts, by their rule: of training prompts; of held-out prompts alone
+TRAINED, NEW = "trained_rules", "new_rules"  # task names: rules that are trained on; rules of held-out prompts only
 
 
 class Rule(StageConfig):
-    """A rule for answers, and the verifier of its observance."""
+    """A rule for answers, and the verifier that checks whether an answer obeys it."""
 
     text: str = Field(min_length=1, description="The rule, as the system message states it")
-    verifier: dict[str, JsonValue] = Field(description="Verifier, {name: …, …}, that scores 1 for an answer that obeys the rule")
+    verifier: dict[str, JsonValue] = Field(description="Verifier as {name: …, …}; it scores 1 for an answer that obeys the rule")
     heldout: bool = Field(False, description="Give the rule to held-out prompts only, to measure rules that were never trained on")
 
     @model_validator(mode="after")
@@ -36,17 +36,17 @@ class Rule(StageConfig):
 
 
 class SystemPromptsConfig(SeededConfig):
-    """The rules, and the place where prompts state them."""
+    """The rules, and where prompts state them."""
 
-    rules: tuple[Rule, ...] = Field(min_length=1, description="Rules, one of which each prompt gets")
+    rules: tuple[Rule, ...] = Field(min_length=1, description="Rules; each prompt gets one of them")
     place: Literal["system", "user", "none"] = Field(
-        "system", description="Place of the rule: the system message, the end of the last user message, or none, to see who obeys by chance"
+        "system", description="Where the rule stands: system message, end of the last user message, or none (obedience by chance)"
     )
 
     @model_validator(mode="after")
     def _has_trained_rules(self) -> SystemPromptsConfig:
         if all(rule.heldout for rule in self.rules):
-            raise ValueError("all rules are held out: set heldout to false for those to train on")
+            raise ValueError("all rules are held out; set heldout to false for the rules to train on")
         if len({rule.text for rule in self.rules}) < len(self.rules):
             raise ValueError("two rules have the same text")
         return self
@@ -54,11 +54,11 @@ class SystemPromptsConfig(SeededConfig):
 
 @stage(kind="prompts")
 def system_prompts(prompts: Prompts, config: SystemPromptsConfig, run: StageRun) -> None:
-    """Give each prompt a rule about its answer in the system message (steerability: Llama 3, section 4.3.7), with the rule's verifier.
+    """Give each prompt a rule for its answer in the system message (steerability: Llama 3, section 4.3.7), with the rule's verifier.
 
-    A hash of seed and prompt chooses the rule; training prompts get no held-out rule. The rule joins the prompt's own system
-    message. The tasks are `trained_rules` and `new_rules`. References and verifiers of the prompts are left out. Ids do not
-    depend on `place`, so that answers to prompts with one place can train or score another.
+    A hash of seed and prompt chooses the rule; training prompts get no held-out rule. The rule is appended to the prompt's own system
+    message. The tasks are `trained_rules` and `new_rules`. The prompts' own references and verifiers are dropped. Ids do not depend on
+    `place`, so answers to prompts with one `place` can serve to train or score prompts with another.
     """
     made = []
     for row in prompts.read().to_pylist():
@@ -77,7 +77,7 @@ def system_prompts(prompts: Prompts, config: SystemPromptsConfig, run: StageRun)
 
 
 def add_rule(messages: list[Message], rule: str, place: str) -> list[Message]:
-    """Return the messages with a rule at the end of the system message, or of the last user message; a missing message is added."""
+    """Return the messages with a rule appended to the system message or the last user message. A missing message is added."""
     if place == "none":
         return messages
     at = next((number for number, one in reversed([*enumerate(messages)]) if one.get("role") == place), None)
@@ -90,16 +90,16 @@ def add_rule(messages: list[Message], rule: str, place: str) -> list[Message]:
 
 
 class LongPromptsConfig(SeededConfig):
-    """Number and length of the prompts, and the passages hidden in them."""
+    """Number and length of the prompts, and the passages hidden in their texts."""
 
     train: int = Field(200, ge=0, description="Training prompts")
-    heldout: int = Field(64, ge=0, description="Held-out prompts, of other documents and with other keys")
-    characters: int = Field(6000, ge=100, le=10_000_000, description="Length of the text around the passages, characters")
-    passages: int = Field(3, ge=1, le=100, description="Passages in each text, one of which is asked for")
-    passage: str = Field("The number of the {key} is {value}.", description="A passage, on a line of its own")
-    question: str = Field("What is the number of the {key}? Answer with the number alone.", description="Question after the text")
-    keys: tuple[str, ...] = Field(THINGS, description="Words for {key}; a third of them, and at least `passages`, are held out")
-    heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the documents whose text only held-out prompts have")
+    heldout: int = Field(64, ge=0, description="Number of held-out prompts, made from other documents and other keys")
+    characters: int = Field(6000, ge=100, le=10_000_000, description="Length of the text around the passages, in characters")
+    passages: int = Field(3, ge=1, le=100, description="Number of passages in each text; the question asks for one of them")
+    passage: str = Field("The number of the {key} is {value}.", description="Template of a passage, which gets its own line")
+    question: str = Field("What is the number of the {key}? Answer with the number alone.", description="Template of the question")
+    keys: tuple[str, ...] = Field(THINGS, description="Words for {key}; a third of them, at least `passages`, serve only held-out prompts")
+    heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the documents whose text is used only in held-out prompts")
 
     @model_validator(mode="after")
     def _passages_can_be_asked_for(self) -> LongPromptsConfig:
@@ -107,19 +107,19 @@ class LongPromptsConfig(SeededConfig):
             if missing := [one for one in fields if one not in getattr(self, name)]:
                 raise ValueError(f"{name} has no {missing[0]}")
         if len(set(self.keys)) < len(self.keys) or len(self.keys) < 2 * self.passages:
-            raise ValueError(f"keys: {self.passages} passages need {2 * self.passages} different keys, none twice")
+            raise ValueError(f"keys: {self.passages} passages need {2 * self.passages} different keys")
         if self.train + self.heldout == 0:
-            raise ValueError("train and heldout are both 0: there is nothing to make")
+            raise ValueError("train and heldout are both 0; set at least one of them above 0")
         return self
 
 
 @stage(kind="prompts")
 def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun) -> None:
-    """Make prompts of texts with hidden passages that ask for the number in one of them; the number is reference and verifier.
+    """Make prompts whose long text hides passages with numbers. The question asks for one number, which is both reference and verifier.
 
-    This is the question answering on long contexts of Llama 3 (section 4.3.4) in its simplest form, for training and evaluation; see also
-    `needle`. Held-out prompts have other documents and other keys, and all numbers are drawn anew. Documents that
-    hold a key's passage are left out. Raise PunaError if one of the splits has no document.
+    This is a minimal form of the long-context question answering of Llama 3 (section 4.3.4), for training and evaluation; see also
+    `needle`. Held-out prompts use other documents and keys than training prompts. Documents that contain a key's passage are left out.
+    Raise PunaError if a split has no documents.
     """
     size = (config.train + config.heldout) * config.characters
     begins = [config.passage.partition("{value}")[0].replace("{key}", key).strip() for key in config.keys]
@@ -139,7 +139,7 @@ def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun)
 
 
 def _prompt(texts: Sequence[str], keys: Sequence[str], split: str, config: LongPromptsConfig, draw: np.random.Generator) -> dict[str, Any]:
-    """Return one row of the prompts table: consecutive texts from a random one on, with passages between their lines."""
+    """Return one row of the prompts table: consecutive texts, starting at a random one, with passages inserted between their lines."""
     text, at = "", int(draw.integers(len(texts)))
     while len(text) < config.characters:
         text += texts[at % len(texts)].strip()[: config.characters] + "\n\n"

@@ -1,4 +1,4 @@
-"""Filters on instructions: overused phrases, faulty text, duplicates, low quality, semantic near-duplicates, and a random draw."""
+"""Filters for instructions: overused phrases, faulty text, duplicates, low quality, near-duplicates in meaning, and a random sample."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
-"""A pattern of emoji characters: pictographs, dingbats, regional indicators and the emoji variation selector."""
+"""A pattern that matches an emoji character: pictographs, dingbats, regional indicators or the emoji variation selector."""
 
 BLOCK, HELD = 256, 8192
-"""Maximum numbers of new and of kept vectors in one matrix product."""
+"""Maximum number of new and of kept vectors per matrix product."""
 
 Row = dict[str, Any]
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
@@ -40,18 +40,18 @@ PHRASES = ("i'm sorry", "i apologize", "as an ai", "i cannot help", "certainly!"
 
 
 class Rules(StageConfig):
-    """Rules on the text of an answer."""
+    """Rules for the text of an answer."""
 
-    phrases: tuple[str, ...] = Field(PHRASES, description="Overused phrases, in lower case")
-    phrase_share: float = Field(0.01, ge=0, le=1, description="Maximum share of answers with the same phrase; the best-scored are kept")
+    phrases: tuple[str, ...] = Field(PHRASES, description="Overused phrases in lower case")
+    phrase_share: float = Field(0.01, ge=0, le=1, description="Maximum share of answers with the same phrase; the highest-scored are kept")
     max_emoji: int = Field(0, ge=0, description="Maximum number of emoji in an answer")
     max_exclamation_marks: int = Field(1, ge=0, description="Maximum number of exclamation marks in an answer")
 
 
 class Semantic(StageConfig):
-    """Settings of the removal of near-duplicates in meaning."""
+    """Settings for removing near-duplicates in meaning."""
 
-    clusters: int = Field(1, ge=1, description="Number of clusters; only rows of one cluster are compared. 1: all pairs, in quadratic time")
+    clusters: int = Field(1, ge=1, description="Number of clusters; only rows in one cluster are compared. 1: all pairs, quadratic time")
     max_similarity: float = Field(0.98, gt=0, le=1, description="Cosine similarity from which a dialogue is a near-duplicate of a kept one")
 
 
@@ -59,19 +59,19 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
     """Settings of the filters."""
 
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
-    reward_quantile: float = Field(0.75, ge=0, lt=1, description="Quantile of the rewards from which an answer is good")
-    min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: agreement of samples that also makes an answer good")
-    judge: JudgeSettings | None = Field(None, description="Judge that grades answers (in place of agreement) and difficulty; null: none")
+    reward_quantile: float = Field(0.75, ge=0, lt=1, description="Quantile of the rewards at or above which an answer is good")
+    min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: agreement of samples at or above which an answer is good")
+    judge: JudgeSettings | None = Field(None, description="Judge that grades answers (replaces agreement) and difficulty; null: no judge")
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
-    keep: int | None = Field(None, ge=1, description="Maximum number of kept rows, drawn by quality times one plus difficulty; null: all")
-    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
+    keep: int | None = Field(None, ge=1, description="Maximum rows to keep, drawn in proportion to quality x (1 + difficulty); null: all")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer rows are dropped")
 
 
-UNUSED_JUDGE = "a judge was given, but data_quality.judge is null: --set data_quality.judge={}, or leave it out"
+UNUSED_JUDGE = "a judge was given, but data_quality.judge is null; set data_quality.judge={} or leave the judge out"
 
 
 def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
-    """Require a chat template of the model that judges; refuse an input `judge` that the settings do not use."""
+    """Require a chat template for the judging model. Reject a `judge` input that the settings do not use."""
     if config.judge is None:
         return [UNUSED_JUDGE] if facts.inputs.get("judge") else []
     return chat_template(facts, "judge" if facts.inputs.get("judge") else "model")
@@ -81,19 +81,19 @@ def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
 def data_quality(instructions: Instructions, model: Model, judge: Model | None, config: DataQualityConfig, run: StageRun) -> None:
     """Drop rows with overused phrases, duplicates, low quality and near-duplicates (Llama 3, section 4.2.3).
 
-    An answer is good if its reward is high. With the setting `judge`, the full score from the language model `judge` (default: `model`)
-    also suffices; without this setting, enough agreement of the prompt's samples. Rows without a reward pass, unless the judge gave less
-    than the full score. Difficulty is the judge's grade, else one minus the agreement. Near-duplicates are found by the cosine of `model`'s
-    centred mean hidden states; each cluster keeps dialogues greedily by quality times one plus difficulty. `keep` draws by this product.
-    Rows that the chat template of `model` refuses, and rows longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
+    An answer is good if its reward is high. With the setting `judge`, the top grade from the language model `judge` (default: `model`) also
+    suffices; without it, enough agreement among the prompt's samples. Rows without a reward pass, unless the judge's grade is below the
+    top. Difficulty is the judge's grade, or else one minus the agreement. Near-duplicates are found by the cosine similarity of `model`'s
+    centered mean hidden states; each cluster keeps dialogues greedily, ordered by quality x (1 + difficulty). `keep` draws by this product.
+    Rows that the chat template of `model` rejects, and rows longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
 
-    `given_easy`, `given_medium` and `given_hard` count the rows that reach the rule on quality, by difficulty (below 1/3, below 2/3,
-    above); `kept_easy` and so on count the kept rows. `reward_and_judge`, `reward_only`, `judge_only` and `neither` count the rows with a
+    `given_easy`, `given_medium` and `given_hard` count the rows that reach the quality rule, by difficulty (below 1/3, below 2/3, above);
+    `kept_easy` and so on count the kept rows. `reward_and_judge`, `reward_only`, `judge_only` and `neither` count the rows with both a
     reward and a grade by which of the two is good. The side table `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2),
     `intentions`.
     """
     if not instructions.rows():
-        raise PunaError(f"data_quality: {instructions.id} has no instructions; `dropped` of the stage before says why")
+        raise PunaError(f"data_quality: {instructions.id} has no instructions; the previous stage's `dropped` table says why")
     if judge is not None and config.judge is None:
         raise PunaError(f"data_quality: {UNUSED_JUDGE}")
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
@@ -133,11 +133,11 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
 
 
 Verdict = tuple[str, float | None, float | None, str | None]
-"""The result of a rule that drops a row: rule, value, threshold, detail."""
+"""The outcome of a rule that drops a row: the rule, the measured value, the threshold, and a detail such as the phrase."""
 
 
 def _apply(verdicts: Any, rows: list[Row], dropped: list[Row]) -> list[Row]:
-    """Return the rows that pass a rule; append the others to `dropped`."""
+    """Return the rows that pass a rule, and append the rest to `dropped`."""
     remaining = []
     for row in rows:
         verdict: Verdict | None = verdicts(row)
@@ -153,7 +153,7 @@ def _answer(row: Row) -> str:
 
 
 def _without_blanks(row: Row) -> tuple[str, ...]:
-    """Return the JSON text of each message of a conversation, without the whitespace around the message's content."""
+    """Return each message of a conversation as JSON, with leading and trailing whitespace stripped from its content."""
     return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
 
 
@@ -162,7 +162,7 @@ def _best_first(row: Row) -> tuple[float, str]:
 
 
 def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
-    """Return a rule that drops the worst-scored answers with a phrase; at most `phrase_share` x the number of `rows` keep the phrase."""
+    """Return a rule that limits each phrase to `phrase_share` x the number of `rows`; the lowest-scored answers with it are dropped."""
     verdicts: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
     for phrase in rules.phrases:
@@ -192,7 +192,7 @@ def _text_rule(rules: Rules) -> Any:
 
 
 def _duplicate_rule(rows: Sequence[Row]) -> Any:
-    """Return a rule that drops repeated conversations, except the best-scored copy."""
+    """Return a rule that drops repeated conversations except the copy with the highest score."""
     first_ids: dict[tuple[str, ...], str] = {}
     for row in sorted(rows, key=_best_first):
         first_ids.setdefault(_without_blanks(row), row["id"])
@@ -205,7 +205,7 @@ def _duplicate_rule(rows: Sequence[Row]) -> Any:
 
 
 def _quality_rule(rows: Sequence[Row], agreement: dict[str, float], grades: Graded | None, config: DataQualityConfig, run: StageRun) -> Any:
-    """Return a rule that keeps rows with a high reward, a full grade or (no judge) enough agreement, or with neither reward nor grade."""
+    """Return a rule that keeps rows with a high reward, a top grade or (no judge) enough agreement, or with neither reward nor grade."""
     scores = [row["score"] for row in rows if row["score"] is not None]
     threshold = float(np.quantile(scores, config.reward_quantile)) if scores else 0.0
     both = [row for row in rows if grades and row["score"] is not None and row["id"] in grades.quality]
@@ -243,7 +243,7 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 
 
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
-    """Return quality (the larger of reward rank and judge's points, 0 to 1) times one plus difficulty, by id.
+    """Return id → quality (the larger of reward rank and the judge's points, 0 to 1) x (1 + difficulty).
 
     A row with neither reward nor grade has quality 1; a row without a difficulty has difficulty 1.
     """
@@ -257,9 +257,9 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
 
 
 def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
-    """Return a rule that drops all but `keep` rows, drawn without replacement with probabilities proportional to their worth.
+    """Return a rule that samples `keep` rows without replacement, with probabilities proportional to their worth, and drops the rest.
 
-    The rows with the smallest exponential random numbers of rate `worth`, seeded by row id, are drawn (Efraimidis and Spirakis 2006).
+    Each row gets an exponential random number with rate `worth`, seeded by its id; the smallest win (Efraimidis and Spirakis 2006).
     """
     if config.keep is None or len(rows) <= config.keep:
         return lambda row: None
@@ -271,7 +271,7 @@ def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQuality
 
 
 def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: dict[str, float], run: StageRun) -> None:
-    """Report the numbers of easy, medium and hard rows before the rule on quality and after all rules, if difficulties are known."""
+    """Report how many rows are easy, medium and hard before the quality rule and after all rules, if difficulties are known."""
     if not any(row["id"] in difficulty for row in given):
         return
     bars: dict[str, list[tuple[Any, float]]] = {}
@@ -284,9 +284,9 @@ def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: di
 
 
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int, folder: Path | None = None) -> Vectors:
-    """Return unit vectors [n, D] (or zero): the mean hidden state over a prompt and its first answer, minus the mean of all examples.
+    """Return unit (or zero) vectors [n, D]: the mean hidden state over a prompt and its first answer, minus the mean of all examples.
 
-    Uncentred hidden states share a large common direction, so every cosine is near 1. `folder` keeps finished batches for a resumed run.
+    Uncentered hidden states share a large common direction, so all their cosines are near 1. `folder` saves finished batches for resuming.
     """
     import torch
 
@@ -312,7 +312,7 @@ def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: i
 
 
 def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rounds: int = 20) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the cluster of each vector, int64 [n], by spherical k-means: at most `rounds` rounds from `clusters` random vectors."""
+    """Return the cluster of each vector, int64 [n], from spherical k-means: at most `rounds` iterations, started at random vectors."""
     centres = vectors[generator.choice(len(vectors), clusters, replace=False)]
     assigned = np.full(len(vectors), -1)
     for _ in range(rounds):
@@ -329,10 +329,9 @@ def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rou
 
 
 def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, float]]:
-    """Return the vectors that a greedy pass drops: (index, index of the most similar kept vector, their cosine).
+    """Return the near-duplicates that a greedy pass drops, as (index, index of the most similar kept vector, their cosine).
 
-    A vector is kept if its largest cosine to the vectors kept before is below `max_similarity`. Every vector is compared with
-    all vectors kept before, in matrix products of blocks.
+    A vector is kept if its cosine to every vector kept so far is below `max_similarity`. Vectors are compared in blocks by matrix products.
     """
     indices = np.empty(len(vectors), np.int64)
     held = np.empty_like(vectors)

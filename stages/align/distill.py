@@ -1,4 +1,4 @@
-"""On-policy distillation: a student learns a teacher's next-token distributions on answers that the student samples."""
+"""On-policy distillation: a student learns a teacher's next-token distributions on answers sampled from the student."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 class DistillConfig(AdapterConfig):
     """Settings of the student's sampling and training."""
 
-    answers: int = Field(1, ge=1, description="Number of answers that the student samples for each prompt")
-    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampling and of the compared distributions")
-    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, with its end token")
-    beta: float = Field(1.0, ge=0, le=1, description="1: KL(student || teacher); 0: KL(teacher || student); between: Jensen-Shannon")
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with its answers")
+    answers: int = Field(1, ge=1, description="Number of answers that the student samples per prompt")
+    temperature: float = Field(1.0, gt=0, le=10, description="Temperature for sampling and for the compared distributions")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, including its end token")
+    beta: float = Field(1.0, ge=0, le=1, description="1: KL(student || teacher); 0: KL(teacher || student); in between: Jensen-Shannon")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation settings; one example is one prompt with its answers")
 
     @model_validator(mode="after")
     def _answers_fit(self) -> DistillConfig:
         if self.answers * self.max_tokens >= self.training.compute.micro_batch_tokens:
             raise ValueError(
-                f"training.compute.micro_batch_tokens {self.training.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
+                f"training.compute.micro_batch_tokens={self.training.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
                 f"{self.max_tokens} tokens and a prompt"
             )
         if self.training.schedule.ema or self.training.schedule.average:
-            raise ValueError("answers are sampled with the weights that are trained: training.schedule.ema and average must be 0")
+            raise ValueError("answers are sampled from the weights being trained; set training.schedule.ema and average to 0")
         return self
 
 
@@ -50,17 +50,17 @@ def needs(config: DistillConfig, facts: Facts) -> list[str]:
 
 @stage(kind="model", device=True, ranks=True, needs=needs)
 def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillConfig, run: StageRun) -> None:
-    """Distil `teacher` into `student` on the student's own answers to the training prompts (GKD, Agarwal et al. 2024, with
-    on-policy data only; Lu and Thinking Machines 2025). Both must have the same tokenizer.
+    """Distil `teacher` into `student` on the student's own answers to training prompts (GKD, Agarwal et al. 2024, on-policy only).
 
     In each step the current student answers the next `training.batch_size` prompts. The loss is the mean divergence between the student's
-    and the teacher's next-token distributions, in nats per token of these answers. No gold answer or reward is needed. Compare the result
-    with `sft` on the teacher's samples. Prompts that the chat template refuses, and too long prompts, are in `dropped`; see `bad_rows`.
+    and the teacher's next-token distributions over the tokens of these answers, in nats per token. No reference answers or rewards are
+    needed. Both models must have the same tokenizer. See also Lu and Thinking Machines 2025; as a baseline, run `sft` on the teacher's
+    samples. Prompts that the chat template rejects or that are too long are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.objectives import Distill
     from puna.models.training.parallel.parallel import part_of
 
-    check_one_tokenizer([student, teacher], "distill compares distributions over one vocabulary")
+    check_one_tokenizer([student, teacher], "distill needs a student and a teacher with the same tokenizer")
     layout = config.training.compute.layout
     network, tokenizer = load_model(student, "lm", quantization=config.quantization, layout=layout)
     guide, _ = load_model(teacher, "lm", frozen=True, layout=layout)
@@ -74,7 +74,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     mesh, guide = ranks.mesh(layout), guide.requires_grad_(False)
     if layout.pipeline == 1:
         guide = cast("Transformer", part_of(guide, layout, mesh, device()).model)
-    elif mesh.counts:  # only the last pipeline stage runs the teacher, with all its layers
+    elif mesh.counts:  # only the last pipeline stage runs the teacher, which it holds with all layers
         guide = guide.to(device(), frozen_dtype())
     objective = Distill(guide, config.beta, config.temperature)
     with adapters(network, config, run) as scales:
@@ -87,7 +87,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
 def _sampler(
     model: Transformer, prompts: Sequence[list[int]], stop: Sequence[int], config: DistillConfig, run: StageRun
 ) -> Callable[[int], list[Targets]]:
-    """Return a function that samples a step's micro-batches: prompts, shuffled in each epoch, with answers of the current model."""
+    """Return a function that samples a step's micro-batches: prompts, reshuffled every epoch, with the current model's answers."""
     from puna.models.generation import Engine, SamplingParams
     from puna.models.training.objectives import Targets
     from puna.models.training.packing import pack, step_indices

@@ -1,4 +1,4 @@
-"""Direct preference optimisation (DPO) of a policy, and its variants."""
+"""Direct preference optimisation (DPO) of a policy, and variants of DPO."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: StageRun) -> None:
     """Train by DPO or another preference loss, by default with template tokens masked and an NLL term (Llama 3, section 4.1.4).
 
-    The reference is the policy that training starts from; if the loss needs its log-probabilities, they are computed once, before the first
-    step, for the preferences that training reaches. Values that `reference_logprobs` has stored are read instead; the metric
-    `reference_answers` counts computed answers. With loss kto a preference's best answers (edited, chosen and answers of the same rank)
-    count as good, its worst answers as bad. `heldout_accuracy` and `heldout_margin` are measured on held-out pairs after training; with kto
-    the margin is the mean reward of good answers minus that of bad ones. Preferences that the chat template refuses, that are longer than a
-    packed row, or (except with kto) that have only good or only bad answers are in `dropped`; see `bad_rows`.
+    The reference is the policy at the start of training. If the loss needs the reference's log-probabilities, they are computed once,
+    before the first step, for the preferences that training will use. Values stored by `reference_logprobs` are read instead; the metric
+    `reference_answers` counts computed answers. With loss kto, a preference's best answers (edited, chosen, and answers of equal rank)
+    count as good and its worst as bad. `heldout_accuracy` and `heldout_margin` are measured on held-out pairs after training; with kto the
+    margin is the mean reward of good answers minus that of bad ones. Preferences that the chat template rejects, that are longer than a
+    packed row, or (except with kto) whose answers are all good or all bad are in `dropped`; see `bad_rows`.
     """
     check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:
-        raise PunaError(f"there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
+        raise PunaError(f"no training preference has one of the levels {', '.join(config.levels)}; give other preferences or levels")
     policy, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout)
     tiers_of, train_on, measure = (by_label, _train_kto, _measure_kto) if config.preference.of == "answers" else (by_tier, _train, _measure)
     bad, limit = BadRows(config, "dpo"), row_limit(config.training)
@@ -62,7 +62,7 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
 
 
 def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) -> DpoBatch:
-    """Return a batch of pairs, packed into one row, from examples and the reference log-probabilities of their answers."""
+    """Pack pairs and the reference log-probabilities of their answers into a batch of one row."""
     import torch
 
     from puna.models.training.objectives import DpoBatch
@@ -80,14 +80,14 @@ def collate(examples: Sequence[tuple[Example, list[float]]], config: DpoConfig) 
 
 
 def objective(config: DpoConfig) -> Dpo:
-    """Return the loss on preference pairs with the configured parameters."""
+    """Return the configured loss on preference pairs."""
     from puna.models.training.objectives import Dpo
 
     return Dpo(config.beta, config.nll_weight, config.nll_normalization, config.loss, config.loss_parameters)
 
 
 def _measure(model: Transformer, examples: list[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
-    """Report the accuracy and the margin of the policy's implicit reward on held-out pairs."""
+    """Report the accuracy and the margin of the policy's implicit rewards on held-out pairs."""
     import torch
 
     from puna.models.training.packing import pack
@@ -116,15 +116,15 @@ def _train(
 def _train_kto(
     model: Transformer, examples: Sequence[Example], reference: Reference, config: DpoConfig, run: StageRun
 ) -> list[dict[str, float]]:
-    """Train in place by KTO (Ethayarajh et al. 2024) on examples with two tiers, the good and the bad answers; return the log.
+    """Train in place by KTO (Ethayarajh et al. 2024) on examples with two tiers, good and bad answers; return the log.
 
-    The loss compares rewards with the KL divergence to the reference, estimated on answers to other prompts. Raise PunaError without any.
-    """
+    The loss compares rewards with the KL divergence to the reference, which is estimated on prompts paired with answers to other prompts.
+    Raise PunaError if there are no such answers."""
     from puna.models.training.objectives import Kto
 
     others = mismatch(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))
     if not any(other.answers for other in others):
-        needed = "needs answers to other prompts, and there is none: give preferences of two prompts at least"
+        needed = "estimates a KL divergence on answers to other prompts; give preferences for at least two prompts"
         raise PunaError(f"dpo: loss {config.loss} {needed}")
     for index, name in enumerate(("good_answers", "bad_answers")):
         run.metric(name, sum(len(group[index]) for example in examples for group in example.groups))
@@ -136,9 +136,9 @@ def _fit(
     model: Transformer, loss: Dpo | Kto, rows: Sequence[tuple[Example, ...]], collated: Callable[..., Any], reference: Reference,
     config: DpoConfig, run: StageRun,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Train on rows of examples, and return the log. First compute the reference's log-probabilities of the examples that training reaches.
+    """Train on rows of examples and return the log. First compute the reference's log-probabilities of the examples that training uses.
 
-    `collated` packs rows, each followed by the log-probabilities of its examples' answers, into a batch.
+    `collated` packs rows into a batch. Each row is followed by the reference log-probabilities of its examples' answers.
     """
     from puna.models.training.packing import Sampler
 
@@ -160,7 +160,7 @@ def _fit(
 
 
 def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[list[float]], config: DpoConfig, run: StageRun) -> None:
-    """Report the margin on held-out answers: the mean implicit reward of good answers minus the mean of bad answers."""
+    """Report the margin on held-out answers: the mean implicit reward of good answers minus that of bad answers."""
     rewards: list[list[float]] = [[], []]
     for example, before, after in zip(examples, known, Reference(config, run).of(model, examples, "heldout"), strict=True):
         for group in example.groups:
@@ -173,9 +173,9 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 
 
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Return each example's prompt with answers of other examples: as many as the example has answers; fewer if others or room run out.
+    """Return each example's prompt with as many answers of other examples as it has itself; fewer if answers or tokens run out.
 
-    Answers are taken cyclically in a random order. If all fit and no example has more than half of all answers, each answer is taken once.
+    Answers are taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly once.
     """
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
@@ -200,7 +200,7 @@ def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np
 
 
 def _collate_kto(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:
-    """Return a batch of examples and of their mismatched examples, with the reference's log-probabilities of both."""
+    """Pack examples and their mismatched examples into a batch, with the reference log-probabilities of both."""
     import torch
 
     from puna.models.training.objectives import KtoBatch

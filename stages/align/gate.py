@@ -1,4 +1,4 @@
-"""The gate of an alignment round: measurements or a person decide whether the round's candidate replaces the policy."""
+"""The gate of an alignment round: measurements or a person decide whether the candidate replaces the policy."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from puna.storage import Artifact, PunaError
 
 
 class ApprovalConfig(StageConfig):
-    """A person's decision on the candidate of a gate."""
+    """A person's decision on a gate's candidate."""
 
     by: str = Field(min_length=1, description="Name of the person who decides")
-    approved: bool = Field(True, description="Whether the candidate takes the policy's place")
+    approved: bool = Field(True, description="Whether the candidate replaces the policy")
     reason: str = Field("", description="Reason for the decision")
 
 
 @stage(kind="evaluation")
 def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
-    """Record a person's decision on the candidate of a `gate`; the page of rounds or the next run of the flow `round` carries it out."""
+    """Record a person's decision on the candidate of `gate`. The web page of rounds or the next run of the flow `round` acts on it."""
     if gate.manifest.stage != "gate":
-        raise PunaError(f"approval: {gate.id} was made by {gate.manifest.stage}, not by a round's gate")
+        raise PunaError(f"approval: {gate.id} was made by {gate.manifest.stage}; give the artifact of a round's gate")
     run.write_rows([evaluation_row("all", "approved", float(config.approved), 1)])
     reason = f"{'approved' if config.approved else 'refused'} by {config.by}{': ' + config.reason if config.reason else ''}"
     run.metric("verdict", "passed" if config.approved else "refused")
@@ -35,22 +35,22 @@ def approval(gate: Evaluation, config: ApprovalConfig, run: StageRun) -> None:
 
 
 Weighed = Annotated[Artifact, Kind("model"), Reads(("config.json",))]
-"""An input model that a stage identifies but does not load."""
+"""An input model of which only config.json is read; its identity matters, its weights are not loaded."""
 ALL = "all"
 SCORES = "scores"
 
 
 class GateConfig(StageConfig):
-    """The compared metric, the bounds that a candidate must meet, and who decides."""
+    """The metric to compare, the bounds that a candidate must meet, and who decides."""
 
-    metric: str = Field("score", min_length=1, description="Name of the per-prompt scores to compare")
-    min_gain: float = Field(0.0, ge=-1, le=1, description="Value above which the 95 % interval of the mean gain over all prompts must lie")
-    max_fall: float = Field(0.05, ge=0, le=1, description="Maximum fall of a task's mean score, or relative rise of bits or perplexity")
-    decision: Literal["measured", "person"] = Field("measured", description="measured: these bounds decide; person: an approval decides")
+    metric: str = Field("score", min_length=1, description="Name of the per-prompt score to compare")
+    min_gain: float = Field(0.0, ge=-1, le=1, description="Bound that the 95 % interval of the mean gain over all prompts must lie above")
+    max_fall: float = Field(0.05, ge=0, le=1, description="Maximum drop of a task's mean score, or relative increase of bits or perplexity")
+    decision: Literal["measured", "person"] = Field("measured", description="measured: the bounds decide; person: an approval decides")
 
 
 class Comparison(NamedTuple):
-    """A comparison of two models on one task's prompts: mean scores, and the gain from `before` to `after` with its paired interval."""
+    """A paired comparison of two models on a task's prompts: mean scores, and the gain from `before` to `after` with its interval."""
 
     task: str
     before: Interval
@@ -60,14 +60,14 @@ class Comparison(NamedTuple):
 
 
 def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapping[str, str]) -> list[Comparison]:
-    """Return paired comparisons of two models' scores: over all prompts, then for each task. All arguments are keyed by prompt id.
+    """Return paired comparisons of two models' scores: over all prompts, then per task. All arguments are keyed by prompt id.
 
-    Only prompts with both scores count. The interval is Student's t on the paired differences, so the prompts' own difficulty does not
-    widen it. Raise ValueError with fewer than two pairs.
+    Only prompts with both scores count. The interval is Student's t on the paired differences, so differences in difficulty between prompts
+    do not widen it. Raise ValueError for fewer than two pairs.
     """
     pairs = sorted(before.keys() & after.keys())
     if len(pairs) < 2:
-        raise ValueError(f"a paired comparison needs two prompts that both models answered, not {len(pairs)}")
+        raise ValueError(f"a paired comparison needs at least two prompts that both models answered, not {len(pairs)}")
     comparisons = []
     for task in [ALL, *sorted({tasks[key] for key in pairs})]:
         members = [key for key in pairs if task in (ALL, tasks[key])]
@@ -78,7 +78,7 @@ def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapp
 
 
 def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: float) -> list[str]:
-    """Return a clause for each bound that a candidate misses; without any, the candidate passes. `comparisons`: first over all prompts."""
+    """Return one clause per bound that a candidate misses; an empty list if it passes. `comparisons`: the first covers all prompts."""
     whole, *tasks = comparisons
     objected = []
     if not whole.gain.low > min_gain:
@@ -92,7 +92,7 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
 
 
 def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
-    """Return a clause per task whose main metric got worse by more than `max_fall`. Raise PunaError if they cannot be compared."""
+    """Return one clause per task whose main metric got worse by more than `max_fall`. Raise PunaError if they cannot be compared."""
     rows, remarks = differences(scores_of([before]), scores_of([after]))
     if remarks:
         raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")
@@ -111,19 +111,19 @@ def gate(
 ) -> None:  # fmt: skip
     """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and decide whether it may replace the policy.
 
-    `before` and `after` are the evaluations of both models; their `scores` hold one score for each of `prompts`. An answer that could
-    not be scored counts as 0 if the other model's was scored. `benchmark_before` and `benchmark_after` evaluate both on the same task
-    files; no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` is passed, refused, or waits (for a person's
-    `approval`), and `reason` says why; rows hold `before`, `after` and `gain` of `all` prompts and of each task.
+    `before` and `after` are the evaluations of the policy and the candidate; their `scores` hold one score per prompt in `prompts`. If only
+    one of the two answers to a prompt could be scored, the other counts as 0. `benchmark_before` and `benchmark_after` evaluate both models
+    on the same task files; no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` (passed, refused, or waits for a
+    person's `approval`) and `reason`. The rows hold `before`, `after` and `gain` over `all` prompts and per task.
     """
     if (benchmark_before is None) != (benchmark_after is None):
-        raise PunaError("gate: benchmark_before and benchmark_after are compared: give both, or neither")
+        raise PunaError("gate: benchmark_before and benchmark_after are compared; give both or neither")
     for model, evaluation, name in (
         (policy, before, "before"), (candidate, after, "after"),
         (policy, benchmark_before, "benchmark_before"), (candidate, benchmark_after, "benchmark_after"),
     ):  # fmt: skip
         if evaluation is not None and not any(i.kind == "model" and i.data_digest == model.data_digest for i in evaluation.manifest.inputs):
-            raise PunaError(f"gate: {name}, {evaluation.id}, is no evaluation of {model.id}")
+            raise PunaError(f"gate: {name}, {evaluation.id}, is not an evaluation of {model.id}")
     tasks = {row["id"]: row["task"] for row in prompts.read(columns=["id", "task"]).to_pylist()}
     first, second = (_scores(evaluation, tasks, config.metric) for evaluation in (before, after))
     first, second = ({key: some.get(key, 0.0) for key in first.keys() | second.keys()} for some in (first, second))
@@ -152,14 +152,14 @@ def gate(
 
 
 def _scores(evaluation: Artifact, tasks: Mapping[str, str], metric: str) -> dict[str, float]:
-    """Return prompt id → score in `metric`. Raise PunaError if there are no such scores, or scores of prompts that `tasks` lacks."""
+    """Return prompt id → score in `metric`. Raise PunaError if there are no such scores, or if scored prompts are missing from `tasks`."""
     rows = evaluation.read(SCORES).to_pylist() if SCORES in evaluation.tables else []
     comparisons = {row["id"]: float(row["value"]) for row in rows if row["name"] == metric}
     if not comparisons:
         there = ", ".join(sorted({row["name"] for row in rows})) or "none"
-        raise PunaError(f"gate: {evaluation.id} holds no {metric} of single prompts (there are: {there}); `evaluate` on prompts makes some")
+        raise PunaError(f"gate: {evaluation.id} has no per-prompt scores {metric} (it has: {there}); run `evaluate` on prompts first")
     if strange := sorted(comparisons.keys() - tasks.keys()):
-        raise PunaError(f"gate: {evaluation.id} scores {len(strange)} prompts that are not given, for example {strange[0]}")
+        raise PunaError(f"gate: {evaluation.id} scores {len(strange)} prompts that are not in the given prompts, for example {strange[0]}")
     return comparisons
 
 

@@ -1,4 +1,4 @@
-"""Training data from answers: reference answers for the first finetuning, chosen answers for a round's, and mixes of both."""
+"""Instructions to fine-tune on: reference answers for the first fine-tuning, chosen answers for a round, and mixes of both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def instruction(name: str, prompt_id: str, prompt: Row, answer: Mapping[str, Any], source: str, score: float | None = None) -> Row:
-    """Return a training row of the instructions table: the messages of a prompt, then the assistant's message `answer`."""
+    """Return a row of the instructions table: the messages of a prompt, followed by `answer` as the assistant's message."""
     messages = dump([*messages_of(prompt), dict(answer)])
     row = {"id": name, "prompt_id": prompt_id, "task": prompt["task"], "split": "train", "messages": messages, "tools": prompt["tools"]}
     return {**row, "source": source, "score": score}
@@ -29,15 +29,15 @@ def answer_message(text: str) -> Row:
 
 
 class ChosenConfig(StageConfig):
-    """Levels of the preferences to use, and the name of the source."""
+    """The levels of preferences to use, and the name of their source."""
 
-    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels whose better answers are taken")
+    levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels whose better answers are used")
     source: str = Field("chosen", min_length=1, description="Name of the source in the instructions table")
 
 
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
-    """Take the better answer, or its edited version, of training preferences with one of `levels` or no level; equal answers once."""
+    """Take the better answer, or its edited version, of training preferences with one of `levels` or no level; duplicates once."""
     check_splits(preferences)
     rows = {}
     for row in read_preferences(preferences, config.levels):
@@ -46,29 +46,29 @@ def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) 
             name = identifier(config.source, row["prompt_id"], dump(best))
             rows[name] = instruction(name, row["prompt_id"], row, best, config.source)
     if not rows:
-        raise PunaError(f"chosen: no training preference of the levels {', '.join(config.levels)} has a better answer")
+        raise PunaError(f"chosen: no training preference with one of the levels {', '.join(config.levels)} has a better answer")
     run.write_rows(list(rows.values()))
     run.metric("instructions", len(rows))
 
 
 class InstructionsConfig(StageConfig):
-    """The name of the source of the instructions."""
+    """The source name of the instructions."""
 
     source: str = Field("gold", min_length=1, description="Name of the source in the instructions table")
 
 
 @stage(kind="instructions")
 def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) -> None:
-    """Pair training prompts with their reference answers, in place of human annotators' demonstrations.
+    """Pair training prompts with their reference answers, in place of demonstrations by human annotators.
 
-    Held-out prompts are left out; training prompts without a reference are in `dropped`. Raise PunaError if none has a reference.
+    Held-out prompts are left out. Training prompts without a reference are in `dropped`. Raise PunaError if no prompt has a reference.
     """
     questions = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     if not questions:
-        raise PunaError(f"instructions: {prompts.id} has no training prompts; ask for some with prompts.train")
+        raise PunaError(f"instructions: {prompts.id} has no training prompts; set prompts.train to get some")
     answered = [row for row in questions if row["reference"] is not None]
     if not answered:
-        raise PunaError(f"instructions: the {len(questions)} training prompts of {prompts.id} have no reference to learn")
+        raise PunaError(f"instructions: none of the {len(questions)} training prompts of {prompts.id} has a reference answer to learn from")
     names = {row["id"]: identifier(config.source, row["id"]) for row in answered}
     run.write_rows([instruction(names[row["id"]], row["id"], row, answer_message(row["reference"]), config.source) for row in answered])
     bare = [row for row in questions if row["reference"] is None]
@@ -85,16 +85,16 @@ class MixInstructionsConfig(SeededConfig):
 
     shares: dict[str, float] = Field(
         default_factory=dict,
-        description="Source → its share of the training rows, 0 to 1; sources not named share the rest in proportion to their rows",
+        description="Source → its share of the training rows, 0 to 1; the other sources divide the rest in proportion to their rows",
     )
-    repeats: int = Field(4, ge=1, description="Times that a row may occur, so that a small source need not make the mix small")
+    repeats: int = Field(4, ge=1, description="Maximum number of times that a row is repeated, so that small sources do not limit the mix")
 
     @field_validator("shares")
     @classmethod
     def _check_shares(cls, value: dict[str, float]) -> dict[str, float]:
         for name, share in value.items():
             if not 0 <= share <= 1:
-                raise ValueError(f"share {share} of {name}: must lie between 0 and 1")
+                raise ValueError(f"the share {share} of {name} must lie between 0 and 1")
         if sum(value.values()) > 1 + 1e-9:
             raise ValueError(f"the shares add up to {sum(value.values()):g}, more than 1")
         return value
@@ -102,11 +102,11 @@ class MixInstructionsConfig(SeededConfig):
 
 @stage(kind="instructions")
 def mix_instructions(instructions: list[Instructions], config: MixInstructionsConfig, run: StageRun) -> None:
-    """Choose training rows of several sets so that each source in `shares` has its share (see Llama 3, table 7).
+    """Choose training rows from several sets so that each source in `shares` has its share (see Llama 3, table 7).
 
-    A hash of seed and id chooses among a source's rows; see `row_counts` for their number. Equal rows of several sets count once. Rows
-    that stay out are in `dropped`, with the rule `share`. Raise PunaError for a share of a source that has no rows, or for a rest that no
-    other source fills.
+    A hash of seed and id chooses among a source's rows; `row_counts` determines how many. Rows that several sets share count once. Rows
+    that are not chosen are in `dropped`, with the rule `share`. Raise PunaError if a source with a share has no rows, or if the shares add
+    up to less than 1 and there are no other sources.
     """
     every = [row for artifact in instructions for row in artifact.read().to_pylist()]
     rows: dict[str, Row] = {row["id"]: row for row in every if row["split"] == "train"}
@@ -132,14 +132,14 @@ def mix_instructions(instructions: list[Instructions], config: MixInstructionsCo
 
 
 def row_counts(rows: dict[str, int], shares: dict[str, float], repeats: int) -> dict[str, int]:
-    """Return source → number of rows in the largest mix with these shares. No row occurs more than `repeats` times, and no row of the
-    source that is most plentiful for its share occurs twice. Raise PunaError if there is no such mix.
+    """Return source → number of rows in the largest mix with these shares. Raise PunaError if there is no such mix.
 
-    `rows`: source → number of its rows. Sources without a share are in proportion to their rows."""
+    `rows`: source → number of its rows. Sources without a share divide the rest in proportion to their rows. No row is used more than
+    `repeats` times; the source with the most rows relative to its share repeats none."""
     rest = sum(count for name, count in rows.items() if name not in shares)
     left = 1 - sum(shares.values())
     if left > 1e-9 and not rest:
-        raise PunaError(f"mix_instructions: the shares add up to {1 - left:g}, and no other source fills the rest: give one")
+        raise PunaError(f"mix_instructions: the shares add up to {1 - left:g}, and no other source can fill the rest; add one")
     wanted = {name: shares[name] if name in shares else left * count / rest for name, count in rows.items()}
     sizes = [rows[name] / share for name, share in wanted.items() if share > 1e-9]
     whole = min(repeats * min(sizes), max(sizes))

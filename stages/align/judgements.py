@@ -1,4 +1,4 @@
-"""Preferences from people's judgements of pairs of answers, and the agreement of the judges."""
+"""Preferences from people's judgements of pairs of answers, and the agreement between judges."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ ALIAS = "judged@latest"
 
 
 class Judgement(BaseModel):
-    """A person's judgement of a pair of answers: a line of the file from `puna annotate`. A person's last judgement of a pair counts."""
+    """A person's judgement of a pair of answers: one line of the file from `puna annotate`. A person's last judgement of a pair counts."""
 
     model_config = ConfigDict(extra="forbid")
     pair: str = Field(min_length=1, description="Id of the pair")
-    by: str = Field(min_length=1, max_length=100, description="Name of the person who judges")
-    better: Literal["first", "second"] | None = Field(None, description="The better answer; null: skipped")
-    level: Level | None = Field(None, description="How much better; null: skipped")
-    edited: str | None = Field(None, max_length=100_000, description="The better answer, improved")
-    prompt: str | None = Field(None, max_length=100_000, description="The prompt, improved")
+    by: str = Field(min_length=1, max_length=100, description="Name of the judge")
+    better: Literal["first", "second"] | None = Field(None, description="The better answer; null: the pair was skipped")
+    level: Level | None = Field(None, description="How much better it is; null: the pair was skipped")
+    edited: str | None = Field(None, max_length=100_000, description="An edited version of the better answer")
+    prompt: str | None = Field(None, max_length=100_000, description="An edited version of the prompt")
 
     @property
     def worth(self) -> int:
-        """Return the signed level: 4 (significantly) to 1 (marginally better) for the first answer, negative for the second, 0: skipped."""
+        """Return the signed level: 4 (significantly) to 1 (marginally) if the first answer is better, negative if the second is; 0:
+        none."""
         if self.better is None or self.level is None:
             return 0
         size = STEPS - LEVELS.index(self.level)
@@ -42,14 +43,14 @@ class Judgement(BaseModel):
 
 
 class JudgementsConfig(SeededConfig):
-    """Settings of the drawn pairs, and the share of prompts to hold out."""
+    """Settings of the pairs to judge, and the share of prompts to hold out."""
 
-    pairs_per_prompt: int = Field(1, ge=1, description="Maximum number of pairs drawn for a prompt")
-    heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training to measure the reward model")
+    pairs_per_prompt: int = Field(1, ge=1, description="Maximum number of pairs per prompt")
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training, to measure the reward model")
 
 
 def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfig) -> dict[str, tuple[Row, Row]]:
-    """Return pair id → two finished, different answers to one prompt, shuffled by the seed; at most `pairs_per_prompt` pairs per prompt."""
+    """Return pair id → two finished, different answers to a prompt, in seeded random order; at most `pairs_per_prompt` pairs per prompt."""
     import numpy as np
 
     pairs = {}
@@ -65,10 +66,10 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
 
 
 def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | None]:
-    """Return the share of pairs of judges that chose the same answer, and Krippendorff's alpha. `judged`: choices for each pair of answers.
+    """Return how often two judges chose the same answer (0 to 1), and Krippendorff's alpha. `judged`: the judges' choices for each pair.
 
-    Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair of answers has two
-    judges; alpha is also None if all choices are the same side."""
+    Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair of answers has two judges;
+    alpha is also None if all choices are the same."""
     several = [Counter(sides) for sides in judged if len(sides) > 1]
     if not several:
         return None, None
@@ -89,9 +90,9 @@ def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | No
 def judgements(answers: Answers, prompts: Prompts, judged: list[External], config: JudgementsConfig, run: StageRun) -> None:
     """Make preferences from people's judgements (Llama 3, section 4.2.1): edited > chosen > rejected, at one of four levels.
 
-    `judged`: files of JSON lines, a `Judgement` each. If several people judged a pair, the mean of their signed levels decides; `dropped`
-    holds the pairs that all skipped (`skipped`) or whose levels cancel out (`no_majority`). If the prompt was edited, both answers stay and
-    the conversation is the edited prompt. Metrics: `judges`, and `agreement` and `alpha` if two people judged a pair.
+    `judged`: JSON Lines files with one `Judgement` per line. If several people judged a pair, the mean of their signed levels decides.
+    `dropped` holds pairs that all judges skipped (`skipped`) or whose levels cancel out (`no_majority`). If a judge edited the prompt, the
+    conversation is the edited prompt with both answers. Metrics: `judges`, and `agreement` and `alpha` if two people judged the same pair.
     """
     questions, by_prompt = read_answers(answers, prompts)
     pairs = pairs_to_judge(by_prompt, config)
@@ -99,7 +100,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
     for number, line, name in _lines(judged):
         judgement = _parse(line, f"{name}, line {number}")
         if judgement.pair not in pairs:
-            raise PunaError(f"{name}, line {number}: pair {judgement.pair} is none of {answers.id} with this configuration")
+            raise PunaError(f"{name}, line {number}: {answers.id} has no pair {judgement.pair} with this configuration")
         by_pair[judgement.pair][judgement.by] = judgement
     rows, dropped = [], []
     for pair, people in sorted(by_pair.items()):
@@ -126,7 +127,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
 
 
 def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement], asked: Mapping[str, Row]) -> tuple[Row | None, str]:
-    """Return a row of the preferences table, without `split`, and an empty string; or None, and the rule that drops the pair."""
+    """Return (row of the preferences table without `split`, ""), or (None, the rule that drops the pair)."""
     judged = [one for one in verdicts if one.worth]
     if not judged:
         return None, "skipped"
@@ -149,7 +150,7 @@ def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement
 
 
 def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
-    """Yield the number, text and file of each line that is not blank."""
+    """Yield (line number, text, file name) for each non-blank line."""
     for source in judged:
         for file in source.files:
             with file.open() as handle:
@@ -163,4 +164,4 @@ def _parse(line: str, where: str) -> Judgement:
     try:
         return Judgement.model_validate(json.loads(line))
     except (ValueError, ValidationError) as error:
-        raise PunaError(f"{where}: is no judgement ({error}); each line is written by `puna annotate`") from error
+        raise PunaError(f"{where}: not a valid judgement ({error}); lines must come from `puna annotate`") from error

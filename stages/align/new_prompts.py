@@ -1,4 +1,4 @@
-"""Prompts that no round has used: the next slice of a pool."""
+"""Prompts that no earlier round has used: the next part of a pool."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from puna.stages.draws import hash_of
 
 
 class NewPromptsConfig(SeededConfig):
-    """Number and purpose of the prompts."""
+    """The number of prompts, and their purpose."""
 
-    count: int = Field(400, ge=1, description="Number of prompts of each task; fewer if the pool has no more")
-    split: Literal["train", "heldout"] = Field("train", description="Purpose of the prompts: training, or only comparisons")
+    count: int = Field(400, ge=1, description="Number of prompts per task; fewer if the pool runs out")
+    split: Literal["train", "heldout"] = Field("train", description="Purpose of the prompts: training, or only evaluation")
 
 
 @stage(kind="prompts")
 def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsConfig, run: StageRun) -> None:
-    """Take up to `count` training prompts of each task of `pool`, in the order of a hash of seed and id, and set their `split`.
+    """Take up to `count` training prompts per task from `pool`, in the order of a hash of seed and id, and set their `split`.
 
-    Prompts with an id or messages in `used`, or messages of a held-out prompt of the pool, are left out. A conversation under two
-    ids is one prompt. The output may be empty. The metric `left` counts the prompts that could still be taken."""
+    Prompts are left out if their id or messages occur in `used`, or their messages in a held-out prompt of the pool. A conversation with
+    two ids is one prompt. The output may be empty. The metric `left` counts the prompts that remain for later rounds."""
     texts, ids = set[str](), set[str]()
     for artifact in used or ():
         columns = artifact.read(columns=["id", "messages"])
         ids.update(columns["id"].to_pylist())
         texts.update(columns["messages"].to_pylist())
     tasks: dict[str, list[dict[str, object]]] = {}
-    # The name keeps this order independent of the held-out draws of other stages, which hash seed and id alone.
+    # The stage's name in the hash makes the order independent of other stages, whose held-out draws hash seed and id alone.
     rows = sorted(pool.read().to_pylist(), key=lambda row: (hash_of("new_prompts", config.seed, row["id"]), row["id"]))
     texts.update(row["messages"] for row in rows if row["split"] != "train")
     for row in rows:

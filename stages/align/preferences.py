@@ -1,10 +1,9 @@
-"""Preference pairs: two answers to a prompt, how much better the better answer is, and an edit.
+"""Preference pairs: two answers to a prompt, how much better the better answer is, and an edited answer.
 
-The annotator is simulated, so that every preference can be traced to the prompt's verifier. `draw_pairs` pairs the answers to a
-prompt; `quality` is the number by which the annotator ranks an answer. `judge` compares two answers, with noise on their margin, since
-annotators make mistakes; it edits a chosen answer that is not right into the reference. If the rejected answer is the reference, there is
-no edit: one text cannot be the best and the worst.
-"""
+The annotator is simulated, so that every preference can be traced to the prompt's verifier. `draw_pairs` pairs the answers to a prompt.
+`quality` is the score by which the annotator ranks an answer. `judge` compares two answers and adds noise to their margin, since annotators
+make mistakes. A chosen answer that is wrong is edited into the reference, unless the rejected answer is the reference: one text cannot be
+both best and worst."""
 
 from __future__ import annotations
 
@@ -34,33 +33,33 @@ class Thresholds(StageConfig):
     significantly_better: float = Field(0.6, gt=0, description="Minimum margin of `significantly_better`")
     better: float = Field(0.35, gt=0, description="Minimum margin of `better`")
     slightly_better: float = Field(0.15, gt=0, description="Minimum margin of `slightly_better`")
-    marginally_better: float = Field(0.05, gt=0, description="Minimum margin of `marginally_better`; closer answers are dropped")
+    marginally_better: float = Field(0.05, gt=0, description="Minimum margin of `marginally_better`; pairs below it are dropped")
 
     @model_validator(mode="after")
     def _falls(self) -> Thresholds:
         values = [getattr(self, level) for level in LEVELS]
         if values != sorted(set(values), reverse=True):
-            raise ValueError(f"thresholds must fall from {LEVELS[0]} to {LEVELS[-1]}, not {values}")
+            raise ValueError(f"thresholds must decrease from {LEVELS[0]} to {LEVELS[-1]}, not {values}")
         return self
 
     def level(self, margin: float) -> Level | None:
-        """Return the level of a margin; None if the margin is below all thresholds."""
+        """Return the level for a margin, or None below all thresholds."""
         return next((level for level in LEVELS if margin >= getattr(self, level)), None)
 
 
 class PreferencesConfig(SeededConfig):
-    """Settings of the drawn pairs and of the simulated annotator."""
+    """Settings of the pairs and of the simulated annotator."""
 
-    pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs drawn for a prompt")
+    pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs per prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
-    gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in quality; taste or closeness has the rest")
-    taste: dict[str, JsonValue] | None = Field(None, description="Verifier {name: …, …} of the annotator's taste, in place of closeness")
+    gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in the quality; the rest: taste or closeness")
+    taste: dict[str, JsonValue] | None = Field(None, description="Verifier {name: …, …} of the annotator's taste; it replaces closeness")
     judged_fraction: float = Field(1.0, gt=0, le=1, description="Share of the prompts whose answers are judged")
     noise: float = Field(0.05, ge=0, description="Standard deviation of the annotator's noise on a margin")
     flips: float = Field(0.0, ge=0, lt=0.5, description="Share of preferences that the annotator reverses")
-    unfinished: Literal["drop", "wrong"] = Field("drop", description="A cut-off answer drops its pair, or is wrong and may be rejected")
-    edit: bool = Field(True, description="Edit a chosen answer that is not right into the reference answer")
-    heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training to measure the reward model")
+    unfinished: Literal["drop", "wrong"] = Field("drop", description="A truncated answer: drop its pair, or count as wrong")
+    edit: bool = Field(True, description="Edit a wrong chosen answer into the reference answer")
+    heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training, to measure the reward model")
 
     def reaches(self) -> list[tuple[str, str]]:
         return from_json(self.taste).reaches() if self.taste is not None else []
@@ -77,19 +76,19 @@ class PreferencesConfig(SeededConfig):
 
 @stage(kind="preferences")
 def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
-    """Label four-level preferences between answers, of different models if several answered, with an edit step (Llama 3, section 4.2.1).
+    """Label pairs of answers with one of four preference levels and an edited answer (Llama 3, section 4.2.1).
 
-    Input rows are the drawn pairs. `dropped` holds pairs with identical, similar or unfinished answers, and pairs with an answer without a
-    gold or taste score because a verifier failed (`unscored`). Raise PunaError if a prompt has no verifier.
+    If several models answered, a pair compares two models. Input rows are the pairs. `dropped` holds pairs with identical, similar or
+    unfinished answers, and pairs in which a verifier failed to score an answer (`unscored`). Raise PunaError if a prompt has no verifier.
     """
     questions, by_prompt = read_answers(answers, prompts)
     if bare := [name for name in sorted(by_prompt) if questions[name]["verifier"] is None]:
-        raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge by, for example {bare[0]}")
+        raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge with, for example {bare[0]}")
     pairs: list[Row] = []
     dropped: list[Row] = []
     by_prompt = {name: some for name, some in by_prompt.items() if fraction("judged", config.seed, name) < config.judged_fraction}
     if not by_prompt:
-        raise PunaError(f"preferences: no prompt is among the judged share of {config.judged_fraction}; raise judged_fraction")
+        raise PunaError(f"preferences: judged_fraction={config.judged_fraction} selects no prompt; raise it")
     _score_taste(by_prompt, questions, config, run)
     for prompt_id in sorted(by_prompt):
         prompt = questions[prompt_id]
@@ -112,7 +111,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
 
 
 def _score_taste(by_prompt: dict[str, list[Row]], asked: dict[str, Row], config: PreferencesConfig, run: StageRun) -> None:
-    """Set `liked` of each answer to the score from the verifier `taste`; to None without a taste."""
+    """Set `liked` of each answer to its score from the verifier `taste`; to None if there is no `taste`."""
     answers = [answer for some in by_prompt.values() for answer in some]
     if config.taste is None:
         scores = [Score(None)] * len(answers)
@@ -138,9 +137,9 @@ def _report(kept: list[Row], dropped: list[Row], run: StageRun) -> None:
 
 
 def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) -> Iterator[tuple[Row, Row]]:
-    """Yield up to `most` disjoint pairs of answers, of two different models if several models answered.
+    """Yield up to `most` disjoint pairs of answers, each from two different models if several models answered.
 
-    The next pair comes from the two models with most answers left, so that few are left over.
+    Each pair comes from the two models with the most answers left, so that few answers stay unpaired.
     """
     piles: dict[str, list[Row]] = defaultdict(list)
     for answer in sorted(answers, key=lambda a: (a["model"], a["sample"])):
@@ -161,10 +160,10 @@ def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) ->
 def judge(
     prompt: Row, first: Row, second: Row, config: PreferencesConfig, noise: float, mistaken: bool = False
 ) -> tuple[Row, str | None, float | None]:
-    """Return a preferences row (no `split`; only its id if dropped), the rule that drops the pair or None, and the margin or None.
+    """Return (preferences row without `split`, rule that drops the pair or None, margin or None). The row of a dropped pair has only its
+    id.
 
-    `noise` is a standard normal draw; `mistaken`: the annotator takes the worse answer for the better one.
-    """
+    `noise` is a standard normal draw; `mistaken`: the annotator swaps the better and the worse answer."""
     row: Row = {"id": identifier("pair", *sorted((first["id"], second["id"])))}
     cut = [answer for answer in (first, second) if not answer["finished"]]
     if len(cut) == 2 or (cut and config.unfinished == "drop"):
@@ -180,9 +179,9 @@ def judge(
     level = config.thresholds.level(abs(margin))
     if level is None:
         return row, "similar", abs(margin)
-    if chosen in cut:  # a cut-off answer may be chosen by mistake or for taste, but a model must not learn to write until it is cut off
+    if chosen in cut:  # a truncated answer may be chosen by mistake or for taste, but a model must not learn to be truncated
         return row, "unfinished", None
-    # An annotator who prefers a wrong answer by mistake would not write the rejected right one as its improvement.
+    # An annotator who prefers a wrong answer by mistake would not edit it into the right answer that was rejected.
     improvable = prompt["reference"] is not None and not is_correct(chosen["gold"]) and prompt["reference"].strip() not in texts
     edit = answering(prompt["reference"]) if config.edit and improvable else None
     row |= {
@@ -195,9 +194,9 @@ def judge(
 
 
 def quality(answer: Row, reference: str | None, config: PreferencesConfig) -> float:
-    """Return an answer's quality, 0 to 1: the weighted mean of its gold score and its taste score, or else its closeness to the reference.
+    """Return an answer's quality, 0 to 1: the weighted mean of its gold score and its taste score, or of gold score and closeness.
 
-    Without taste and reference only the gold score counts. An answer that was cut off has the gold score 0."""
+    Without taste and reference, only the gold score counts. A truncated answer has gold score 0."""
     gold = float(score_ending(answer["gold"], answer["finished"]) or 0.0)
     if config.taste is not None:
         beside = float(answer["liked"])
@@ -209,17 +208,17 @@ def quality(answer: Row, reference: str | None, config: PreferencesConfig) -> fl
 
 
 def closeness(text: str, reference: str) -> float:
-    """Return 1 minus the edit distance divided by the length of the longer text; 1 for two empty texts."""
+    """Return 1 minus the edit distance divided by the longer text's length; 1 for two empty texts."""
     longer = max(len(text), len(reference))
     return 1.0 - edit_distance(text, reference) / longer if longer else 1.0
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return the Levenshtein distance: insertions, deletions and substitutions of characters."""
+    """Return the Levenshtein distance: the minimum number of character insertions, deletions and substitutions."""
     codes, places = np.array([*map(ord, b)], dtype=np.int64), np.arange(len(b) + 1)
     row = places
     for i, x in enumerate(a, 1):
         best = np.minimum(row[1:] + 1, row[:-1] + (codes != ord(x)))
-        # An insertion costs 1 more than the place before it: a running minimum takes all of them at once.
+        # An insertion costs 1 more than the cell before, so one running minimum handles all insertions of a row.
         row = np.minimum.accumulate(np.concatenate([[i], best]) - places) + places
     return int(row[-1])

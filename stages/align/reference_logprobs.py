@@ -1,4 +1,4 @@
-"""The reference model's log-probabilities of the answers in preferences, stored with the preferences."""
+"""A reference model's log-probabilities of the answers in preferences, stored beside the preferences."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from puna.stages.training.train import frozen_dtype, load_model
 
 
 class ReferenceLogprobsConfig(BadRowsConfig):
-    """Settings of the tokens to count, and of the size of a forward pass."""
+    """Which tokens count, and the size of a forward pass."""
 
     mask_format: bool = Field(True, description="Leave out header and termination tokens, as `dpo` does with its mask_format")
-    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row has no log-probabilities")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer preferences get no log-probabilities")
 
 
 @stage(kind="preferences", device=True, needs=model_template)
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
-    """Copy the preferences, with the summed log-probability of each answer under `model` in the side table `scores`.
+    """Copy the preferences, and store the summed log-probability of each answer under `model` in the side table `scores`.
 
-    A `dpo` run from this model, on these preferences, with the same precision and `mask_format`, reads the values, with any loss.
-    A row of `scores` has a digest of prompt, answer and mask as id; its name holds mask, precision and model digest. Preferences that the
-    chat template refuses, and too long preferences, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
+    A `dpo` run that starts from this model and uses these preferences, precision and `mask_format` reads the values, whatever its loss. In
+    `scores`, the id is a digest of prompt, answer and mask; the name holds mask, precision and model digest. Preferences that the chat
+    template rejects, or that are too long, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
     """
     import torch
 

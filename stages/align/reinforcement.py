@@ -1,4 +1,4 @@
-"""Reinforcement learning of a policy against a reward model, verifiers or both: PPO, and GRPO or RLOO without a critic."""
+"""Reinforcement learning of a policy against a reward model, verifiers or both: PPO, and critic-free GRPO and RLOO."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
 
 
 class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
-    """Settings of the sampled answers, of their rewards, and of the weights to train."""
+    """Settings of the rollouts, the rewards, and the weights to train."""
 
-    gold: bool = Field(False, description="With reward reward_model: also score about 8 rollouts by verifiers; both are plotted against KL")
+    gold: bool = Field(False, description="With reward=reward_model: also score about 8 rollouts with verifiers, and plot both against KL")
 
 
     @model_validator(mode="after")
     def _vllm_reads_whole_weights(self) -> Self:
         if self.engine == "vllm" and self.method == "lora":
-            raise ValueError("engine vllm reads the policy's matrices, which adapters are not merged into: set method to full")
+            raise ValueError("engine=vllm loads the policy's full matrices, without merging adapters; set method to full")
         return self
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
-    """Require a chat template, the reward model if `reward` uses one, one tokenizer for both, the engine's package, and enough memory."""
+    """Require a chat template, enough memory, the engine's package and, if `reward` uses it, a reward model with the policy's tokenizer."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     missing += without_vllm(config.engine, "engine")
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config, config)]
@@ -77,12 +77,12 @@ class PpoConfig(PpoSettings, RolloutsConfig):
 def ppo(
     policy: Model, reward_model: list[Model] | None, prompts: Prompts, judges: list[Model] | None, config: PpoConfig, run: StageRun
 ) -> None:
-    """Train by PPO with a frozen reference, the starting policy (Schulman et al. 2017; Ziegler et al. 2019).
+    """Train by PPO with the starting policy as frozen reference (Schulman et al. 2017; Ziegler et al. 2019).
 
-    The reward is a frozen reward model's output (of several: see `ensemble`), the score of each prompt's verifier, or their product; see
-    `reward`. The critic starts as the first reward model (by digest), or else as the policy with a zero head. `judges` are models that
-    verifiers name. An answer whose verifier fails has the score 0 and is counted in the metric `unscored_answers`. Prompts that the
-    chat template refuses, and prompts that may not fit into a row with their answers, are in `dropped`; see `bad_rows`.
+    `reward` chooses a frozen reward model's output (see `ensemble` for several models), the score from each prompt's verifier, or their
+    product. The critic starts from the first reward model (by digest), or without one from the policy with a zero head. `judges` are models
+    that verifiers refer to. If its verifier fails, an answer has score 0 and is counted in the metric `unscored_answers`. Prompts that the
+    chat template rejects, or that may not fit into a row with their answers, are in `dropped`; see `bad_rows`.
     """
     from puna.models.training.ppo import train_ppo
 
@@ -97,7 +97,7 @@ class GrpoConfig(GrpoSettings, TurnsConfig, RolloutsConfig):
     @model_validator(mode="after")
     def _steps_are_the_verifiers(self) -> Self:
         if self.credit == "steps" and self.reward == "reward_model":
-            raise ValueError("credit steps: the steps are the verifier's; set reward to verifier or product")
+            raise ValueError("credit=steps takes its steps from the verifier; set reward to verifier or product")
         return self
 
 
@@ -107,14 +107,14 @@ def grpo(
 ) -> None:
     """Train by comparing the answers to a prompt: GRPO (Shao et al. 2024) or RLOO (Ahmadian et al. 2024), see `baseline`.
 
-    By default the loss is PPO's clipped surrogate, a mean over the tokens of an update, like DAPO's; `surrogate`, `ratio` and `normalizer`
-    change it. Rewards lose `kl_coefficient` times the KL divergence to the starting policy. For rewards, `judges` and dropped prompts,
-    see `ppo`. Prompts whose answers have equal rewards teach nothing: `unequal_prompts` logs the share of the other prompts.
-    """
+    The default loss is PPO's clipped surrogate, averaged over the tokens of an update as in DAPO; `surrogate`, `ratio` and `normalizer`
+    change it. `kl_coefficient` times the KL divergence to the starting policy is subtracted from rewards. For rewards, `judges` and dropped
+    prompts, see `ppo`. A prompt whose answers all have the same reward gives no gradient; `unequal_prompts` logs the share of other
+    prompts."""
     from puna.models.training.ppo import train_grpo
 
     if config.turns > 1 and ranks.count() > 1:
-        raise PunaError(f"grpo: turns={config.turns}: no test proves answers in several turns by several processes: use one, or turns=1")
+        raise PunaError(f"grpo: turns={config.turns} is not supported with several processes (untested); use one process, or turns=1")
     _optimize(policy, reward_model or (), prompts, judges or (), config, run, train_grpo, critic=False)
 
 
@@ -122,9 +122,9 @@ def _optimize(
     policy: Artifact, reward_models: Sequence[Artifact], prompts: Artifact, judges: Sequence[Artifact], config: RolloutsConfig,
     run: StageRun, drive: Callable[..., list[dict[str, float]]], critic: bool,
 ) -> None:  # fmt: skip
-    """Train the policy by `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
+    """Train the policy with `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
-    `critic`: train a value model too. It starts as the first reward model (by digest), or without one as the policy with a zero head."""
+    `critic`: train a value model too, from the first reward model (by digest), or without one from the policy with a zero head."""
     from puna.models.generation.vllm import VllmEngine
     from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
@@ -136,7 +136,7 @@ def _optimize(
     layout = groups.mesh.layout
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
     scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
-    # Frozen models compute in the policy's precision: a KL divergence to fp32 would contain bf16's rounding.
+    # Frozen models compute in the policy's precision. Against fp32, the KL divergence would include bf16's rounding error.
     frozen = partial(part_of, layout=layout, mesh=groups.mesh, device=device(), dtype=DTYPES[training_precision(config.compute, run)])
     steps = getattr(config, "credit", "") == "steps"
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
@@ -145,12 +145,12 @@ def _optimize(
     chosen_rows, rendered = training_prompts(given, model, tokenizer, config.answers, config.max_tokens, limit, bad)
     if len(rendered) < config.prompts:
         left = f"{len(chosen_rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
-        raise PunaError(f"{run.stage}: a rollout takes {config.prompts} prompts, but {prompts.id} has {left}")
+        raise PunaError(f"{run.stage}: a rollout needs {config.prompts} prompts, but {prompts.id} has {left}")
     bad.write(run)
     rows, prompt_ids = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.scoring, run, judges, needed=run.stage) if config.gold or config.reward != "reward_model" else None
     if steps and not any(leaf.stepwise for row in rows for leaf in leaves(from_text(row["verifier"]))):
-        raise PunaError(f"{run.stage}: credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer")
+        raise PunaError(f"{run.stage}: credit=steps needs verifiers that check steps, such as chain; no prompt has one: set credit=answer")
     networks = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
     kinds = config.compute.micro_batch_tokens, config.floor, config.ensemble, steps, groups.mesh.index == 0
     rewards = replace(rewards_of(scorer, networks, rows, prompt_ids, tokenizer, *kinds), watched=config.reward == "reward_model")
@@ -182,18 +182,18 @@ def _optimize(
 def _check(policy: Artifact, reward_models: Sequence[Artifact], config: RolloutsConfig, run: StageRun) -> None:
     if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
-    check_one_tokenizer([policy, *reward_models], f"{run.stage}: reward models read the policy's tokens")
+    check_one_tokenizer([policy, *reward_models], f"{run.stage}: the reward models need the policy's tokenizer")
     if config.engine == "vllm" and ranks.count() > 1:
-        raise PunaError(f"{run.stage}: engine=vllm: no test proves it beside several processes: use one, or engine=puna")
+        raise PunaError(f"{run.stage}: engine=vllm is not supported with several processes (untested); use one process, or engine=puna")
 
 
 def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:
-    """Return a function that writes a rollout's answers to the table `rollouts`, once. It raises PunaError if they are None (lost)."""
+    """Return a function that writes a rollout's answers to the table `rollouts`, once. It raises PunaError for None (lost answers)."""
     names = {tuple(ids): row["id"] for ids, row in zip(asked, rows, strict=True)}
 
     def rollout_rows(rollout: int, answers: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
         if answers is None:
-            raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; remove {run.scratch} to begin anew")
+            raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; delete {run.scratch} to start again")
         counts: Counter[str] = Counter()
         for answer in answers:
             name, one = names[tuple(answer.pop("prompt"))], answer.pop("completion")
@@ -207,7 +207,7 @@ def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run:
 
 
 def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageRun) -> None:
-    """Record the numbers of verifier calls, sampled tokens, updates, and answers times epochs; `_center` has begun the first two."""
+    """Record the numbers of verifier calls, sampled tokens, updates, and answers x epochs. `_center` has started the first two counts."""
     checked = [row for row in log if config.reward != "reward_model" or "gold" in row]
     run.metric("checker_calls", float(run.metrics.get("checker_calls", 0.0)) + sum(row["drawn_answers"] for row in checked))
     run.metric("sampled_tokens", float(run.metrics.get("sampled_tokens", 0.0)) + sum(row["drawn_tokens"] for row in log))
@@ -216,7 +216,7 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
 
 
 def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
-    """Return the rewards centered on the starting policy's answers to `config.prompts` random prompts, the same ones in a resumed run."""
+    """Return the rewards, centered on the starting policy's answers to `config.prompts` random prompts, the same ones after a restart."""
     from puna.models.generation import SamplingParams
     from puna.models.training.parallel.staged_engine import held_engine
 
@@ -233,7 +233,7 @@ def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int],
 
 
 def _against_kl(log: Sequence[dict[str, float]], run: StageRun) -> None:
-    """Plot rewards and verifiers' scores against the KL divergence to the reference (Gao et al. 2023)."""
+    """Plot rewards and verifier scores against the KL divergence to the reference (Gao et al. 2023)."""
     points = [row for row in log if "kl" in row]
     series: dict[str, list[tuple[Any, float]]] = {"reward": [(row["kl"], row["score"]) for row in points]}
     if gold := [(row["kl"], row["gold"]) for row in points if "gold" in row]:

@@ -1,4 +1,4 @@
-"""Rejection sampling: of the K answers to a prompt, a reward model or another rule picks those that become training data."""
+"""Rejection sampling: a reward model or another rule picks, among the K answers to a prompt, the ones that become training data."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from puna.storage import Artifact, PunaError
 Pick = Literal["reward_model", "random", "majority", "verifier"]
 
 Row = dict[str, Any]
-NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or choose another pick"
+NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or set another pick"
 
 
 class RewardedConfig(BadRowsConfig):
-    """Settings for computing the rewards of answers."""
+    """Settings for scoring answers with reward models."""
 
-    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer rows are dropped")
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
 
 
 class RejectionSampleConfig(RewardedConfig, SeededConfig):
     """Settings of the choice among a prompt's answers."""
 
-    pick: Pick = Field("reward_model", description="The highest reward; a random answer; the most frequent text; or a random right answer")
-    correct: bool = Field(False, description="Choose only among answers that the prompt's verifier calls right")
-    most: int = Field(1, ge=1, description="Maximum number of different answers per prompt, the first choice first")
+    pick: Pick = Field("reward_model", description="The answer to pick: highest reward, random, most frequent text, or random right answer")
+    correct: bool = Field(False, description="Choose only among answers that the prompt's verifier scores as right")
+    most: int = Field(1, ge=1, description="Maximum number of different answers per prompt, in order of choice")
     source: str = Field("rejection_sampling", min_length=1, description="Name of the source in the instructions table")
 
 
@@ -53,12 +53,12 @@ def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
 def rejection_sample(
     answers: Answers, reward_model: list[Model] | None, prompts: Prompts, config: RejectionSampleConfig, run: StageRun
 ) -> None:
-    """Choose finished answers for each prompt, by default one with the highest reward (Llama 3, section 4.2.2); see `pick` and `most`.
+    """Choose finished answers for each prompt, by default the one with the highest reward (Llama 3, section 4.2.2); see `pick` and `most`.
 
-    The side table `scores` holds each instruction's `agreement`: the share of finished answers with its text. If the reward model
-    picks, `scores` also holds the `reward` of each finished answer. `dropped` holds prompts whose answers were all cut off (`unfinished`),
-    that lack a right answer if one is required (`none_right`), or that cannot be scored; see `bad_rows`. If all answers have gold scores,
-    metrics compare the gold accuracies of the picked, the mean and the best answer.
+    The side table `scores` holds each instruction's `agreement`: the share of finished answers with the same text. If the reward model
+    picks, `scores` also holds the `reward` of each finished answer. `dropped` holds prompts whose answers were all truncated
+    (`unfinished`), that lack a required right answer (`none_right`), or that cannot be scored; see `bad_rows`. If all answers have gold
+    scores, metrics compare the gold accuracy of the picked, the average and the best answer.
     """
     questions, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}
@@ -87,7 +87,7 @@ def rejection_sample(
     for key in sorted(set(groups) - set(picked) - {row["id"] for row in dropped}):
         rule, count = ("none_right", len(finished[key])) if finished[key] else ("unfinished", len(groups[key]))
         dropped.append({"id": key, "rule": rule, "value": float(count), "threshold": None, "detail": as_text(messages_of(questions[key]))})
-    # If several answers to a prompt are picked, each one counts as an input row.
+    # If several answers to a prompt are picked, each counts as an input row.
     run.count_input(len(rows) + len(dropped))
     run.write_rows(rows)
     run.write_rows(scores, "scores")
@@ -96,7 +96,7 @@ def rejection_sample(
 
 
 def _pick(key: str, group: list[Row], config: RejectionSampleConfig) -> list[Row]:
-    """Return the chosen answers of a prompt, each text once; none if only right answers may be chosen and no answer is right."""
+    """Return the chosen answers to a prompt, without repeated texts; none if only right answers may be chosen and there are none."""
     if config.pick == "verifier" or config.correct:
         group = [a for a in group if is_correct(a["gold"])]
     if config.pick == "majority":
@@ -116,8 +116,8 @@ def add_rewards(
     candidates: dict[str, list[Row]], asked: dict[str, Row], reward_models: Sequence[Artifact], config: RewardedConfig, bad: BadRows,
     run: StageRun,
 ) -> dict[str, list[Row]]:  # fmt: skip
-    """Return prompt id → answers, each with its `reward`. Prompts that cannot be rendered or are too long go to `bad`."""
-    check_one_tokenizer(reward_models, "reward models of an ensemble read the same tokens")
+    """Return prompt id → answers with their `reward`. Prompts that cannot be rendered or are too long go to `bad`."""
+    check_one_tokenizer(reward_models, "the reward models of an ensemble need the same tokenizer")
     tokenizer = tokenizer_of(reward_models[0])
     texts = {key: sorted({a["text"].strip() for a in group}) for key, group in candidates.items()}
 
@@ -138,7 +138,7 @@ def add_rewards(
 
 
 def _report(candidates: dict[str, list[Row]], picked: dict[str, Row], run: StageRun) -> None:
-    """Report the gold accuracy of the picked, the mean and the best answer; nothing if an answer has no gold score."""
+    """Report the gold accuracy of the picked, the average and the best answer; nothing if any answer lacks a gold score."""
     if not picked or any(a["gold"] is None for group in candidates.values() for a in group):
         return
     mean = fmean([fmean([float(is_correct(a["gold"])) for a in group]) for group in candidates.values()])

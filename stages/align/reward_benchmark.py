@@ -1,4 +1,4 @@
-"""A benchmark of reward models: the accuracy on pairs of answers, by subset, and the rewards of sampled answers."""
+"""A benchmark of reward models: accuracy on pairs of answers by subset, and the rewards of sampled answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 20
 
 
 class Judged(NamedTuple):
-    """A pair of answers: its subset and both rewards. `longer`: 1 if the chosen answer is longer, one half for equal lengths, else 0."""
+    """A pair of answers with its subset and both rewards. `longer`: 1 if the chosen answer is longer, 0.5 for equal lengths, else 0."""
 
     id: str
     subset: str
@@ -42,19 +42,19 @@ def reward_benchmark(
     reward_model: list[Model], preferences: list[Preferences] | None, answers: Answers | None, prompts: Prompts | None,
     config: RewardedConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Measure a reward model, or several as an ensemble: the accuracy on pairs of each subset, and the rewards of n answers to a prompt.
+    """Measure a reward model or an ensemble: its accuracy on the pairs of each subset, and the rewards of n answers per prompt.
 
-    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024); a subset is the pairs of a task.
-    Rows: `accuracy`; the accuracies of choosing the longer (`always_longer`) or the shorter answer, in characters; the mean `margin`. The
-    metric `subset_mean` weighs all subsets alike. With `answers` and their `prompts`, over prompts: the mean `reward`, the `spread`
-    (standard deviation over a prompt's answers) and `best_reward`. If verifiers scored the answers, also shares of right answers: of all
-    (`right`) and of the best by reward (`right_of_best`); and the share of prompts with any right answer (`right_of_any`). `scores` holds
-    each reward.
+    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024). Each task is a subset. Rows:
+    `accuracy`; the accuracies of always choosing the longer (`always_longer`) or the shorter answer, in characters; the mean `margin`. The
+    metric `subset_mean` weights all subsets equally. With `answers` and their `prompts`, means over prompts: `reward`, `spread` (standard
+    deviation over a prompt's answers) and `best_reward`. If verifiers scored the answers, also the share of right answers among all
+    (`right`) and among the best by reward (`right_of_best`), and the share of prompts with any right answer (`right_of_any`). `scores`
+    holds each reward.
     """
     if not preferences and answers is None:
-        raise PunaError("reward_benchmark: give preferences or answers to score")
+        raise PunaError("reward_benchmark: there is nothing to score; give preferences or answers")
     if (answers is None) != (prompts is None):
-        raise PunaError("reward_benchmark: answers and their prompts go together; give both")
+        raise PunaError("reward_benchmark: answers need their prompts and prompts their answers; give both")
     bad = BadRows(config, "reward_benchmark")
     if preferences:
         _report_pairs(_judge_pairs(preferences, reward_model, config, bad, run), run)
@@ -67,11 +67,11 @@ def _judge_pairs(
     preferences: Sequence[Artifact], models: Sequence[Artifact], config: RewardedConfig, bad: BadRows, run: StageRun
 ) -> list[Judged]:
     """Return the pairs with their rewards. Pairs that lack an answer, cannot be rendered or are too long go to `bad`."""
-    check_one_tokenizer(models, "reward models of an ensemble read the same tokens")
+    check_one_tokenizer(models, "the reward models of an ensemble need the same tokenizer")
     rows, tokenizer = read_preferences(preferences, None), tokenizer_of(models[0])
     for row in rows:
         if row["chosen"] is None or row["rejected"] is None:
-            bad.drop(row, "one_sided", f"row {row['id']}: one of the two answers is missing, which compares nothing")
+            bad.drop(row, "one_sided", f"row {row['id']}: one of the two answers is missing, so there is nothing to compare")
     sides = [(row, [message_of(row, side) or {} for side in ("chosen", "rejected")]) for row in rows if row["chosen"] and row["rejected"]]
     texts = {row["id"]: [str(message.get("content") or "") for message in messages] for row, messages in sides}
     pairs = {row["id"]: messages for row, messages in sides}

@@ -1,4 +1,4 @@
-"""The reward model: a language model with a scalar head, trained to order the ranked answers of a prompt."""
+"""The reward model: a language model with a scalar head, trained to rank the answers to a prompt."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 MEASURED = 32
-"""Minimum number of training prompts on which accuracy is measured, if there are as many."""
+"""Minimum number of training prompts to measure accuracy on, if there are that many."""
 
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs)
 def reward_model(model: Model, preferences: list[Preferences], config: RewardModelConfig, run: StageRun) -> None:
-    """Train a reward model with the Bradley-Terry loss (no margin) on edited > chosen > rejected, all answers of a prompt in one row
-    (Llama 3, section 4.1.2). A longer ranking is one group with a tier per rank; equal answers make no pair. With `head_only` only the
-    head is trained.
+    """Train a reward model with the Bradley-Terry loss (no margin) on edited > chosen > rejected (Llama 3, section 4.1.2).
 
-    The metric `heldout_accuracy` is the share of held-out pairs, chosen against rejected, in the right order; `train_accuracy` is the
-    share on random training prompts, as many as held-out prompts, at least 32. `heldout_longer_accuracy` is the accuracy of always
-    preferring the longer answer. `heldout_accuracy_LEVEL` is the accuracy on one level. `heldout_calibration_error` compares the
-    probabilities implied by reward differences with the observed shares. Preferences that the chat template refuses, and those
-    longer than a packed row, are in `dropped`; see `bad_rows`.
+    All answers to a prompt share one packed row. A ranking of more than three answers has one tier per rank; equal answers form no pair.
+    With `head_only`, only the head is trained. The metric `heldout_accuracy` is the share of held-out pairs (chosen against rejected) that
+    are ordered correctly; `train_accuracy` is measured on random training prompts, as many as held-out prompts but at least 32.
+    `heldout_longer_accuracy` is the accuracy of always preferring the longer answer, `heldout_accuracy_LEVEL` that of the reward model on
+    one level. `heldout_calibration_error` compares the probabilities implied by reward differences with observed shares. Preferences that
+    the chat template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`.
     """
     check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:
-        raise PunaError(f"reward_model: there is no training preference of the levels {', '.join(config.levels)}: nothing to learn from")
+        raise PunaError(f"reward_model: no training preference has one of the levels {', '.join(config.levels)}; give other levels")
     scorer, tokenizer = load_model(model, "scalar", new=True, quantization=config.quantization, layout=config.training.compute.layout)
     if scorer.config.reward_pooling != config.pooling:
         scorer.config = scorer.config.replace(reward_pooling=config.pooling, model_type="")
@@ -53,7 +52,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     bad.check_left(len(learned), f"{len(train)} training preferences")
     heldout = render_ranked(tokenizer, [row for row in rows if row["split"] == "heldout"], limit, bad)
     bad.write(run)
-    if config.head_only and ranks.follows():  # rank 0 fits the head alone, in one folder of states
+    if config.head_only and ranks.follows():  # rank 0 alone trains the head, with one folder of saved states
         return
     if config.head_only:
         fit_head(scorer, [one.example for one in learned], config.training.compute.micro_batch_tokens, run)
@@ -72,9 +71,9 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
 
 
 def collate(examples: list[Example]) -> RewardBatch:
-    """Return a batch of prompts packed into one row, with all ranked answers as branches, which are compared within their ranking.
+    """Pack prompts into a batch of one row. The ranked answers are branches, and are compared only within their ranking.
 
-    Each ranking weighs as much as any other in the loss: a prompt with several preferences weighs by their number.
+    Every ranking has the same weight in the loss, so a prompt with several preferences is weighted by their number.
     """
     from dataclasses import replace
 
@@ -90,7 +89,7 @@ def collate(examples: list[Example]) -> RewardBatch:
 
 
 def _train(model: Transformer, head: Tensor | None, examples: list[Example], config: RewardModelConfig, run: StageRun) -> None:
-    """Train the model in place. `head`: the language model's head for the NLL term; None without this term."""
+    """Train the model in place. `head`: the language-model head for the NLL term; None without this term."""
     from puna.models.training.objectives import Reward
     from puna.models.training.packing import Sampler
 
@@ -103,12 +102,12 @@ def _train(model: Transformer, head: Tensor | None, examples: list[Example], con
 
 
 def _draw(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
-    """Return at most `most` prompts, drawn at random."""
+    """Return at most `most` prompts, chosen at random."""
     return [found[i] for i in sorted(run.generator("measured").permutation(len(found))[:most].tolist())]
 
 
 def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
-    """Report the model's accuracies on a split: chosen against rejected answers, and edited against chosen answers; see `report`."""
+    """Report the model's accuracy on a split, for chosen against rejected and for edited against chosen answers; see `report`."""
     examples, size = [one.example for one in found], config.training.compute.micro_batch_tokens
     rewards = score_answers(model, examples, size, lambda done, total: run.progress(done, total, f"{split} accuracy"))
     report(*pairs(found, rewards), split, run)
@@ -117,7 +116,7 @@ def _measure(model: Transformer, found: list[Ranked], split: str, config: Reward
 def score_answers(
     model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, progress: Callable[[int, int], None] | None = None
 ) -> list[list[float]]:
-    """Return the reward of every answer of every prompt, in order."""
+    """Return the reward of every answer, in the order of the examples and their answers."""
     import torch
 
     from puna.models.training.objectives import Targets, answer_rewards
@@ -132,14 +131,14 @@ def score_answers(
 
 
 BINS = ((-0.5, "half or less"), (-0.1, "shorter"), (0.1, "about as long"), (0.5, "longer"), (1.0, "twice or more"))
-"""Upper end and name of each bin of the length difference: chosen minus rejected, as a share of the longer answer."""
+"""Upper end and name of each bin of the length difference: (chosen - rejected) / length of the longer answer."""
 STEPS = 10
-"""Number of bins in which the calibration error compares predicted and observed accuracy."""
+"""Number of bins for the calibration error, which compares predicted and observed accuracy."""
 
 
 class Pair(NamedTuple):
-    """A chosen and a rejected answer. `right`: 1 if the chosen answer has the higher reward, one half for a tie, else 0; `longer`: the same
-    for the lengths in tokens. `difference`: length difference as a share of the longer answer; `margin`: reward difference."""
+    """A chosen and a rejected answer. `right`: 1 if the chosen answer has the higher reward, 0.5 for a tie, else 0. `longer`: the same for
+    lengths in tokens. `difference`: length difference as a share of the longer answer. `margin`: reward difference."""
 
     level: str | None
     right: float
@@ -149,7 +148,7 @@ class Pair(NamedTuple):
 
 
 def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[list[Pair], list[float]]:
-    """Return a `Pair` per preference and, per edited answer, `order` (1, one half or 0) of its reward minus the chosen answer's."""
+    """Return one `Pair` per preference and, per edited answer, 1, 0.5 or 0: its reward is above, equal to or below the chosen answer's."""
     comparisons: list[Pair] = []
     edits: list[float] = []
     for one, values in zip(found, numbers, strict=True):
@@ -165,7 +164,7 @@ def pairs(found: Sequence[Ranked], numbers: Sequence[Sequence[float]]) -> tuple[
 
 
 def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: StageRun) -> None:
-    """Report the accuracies of a split; for held-out pairs also the accuracies by level, the calibration error, and a figure by length."""
+    """Report the accuracies on a split; for held-out pairs also accuracies by level, the calibration error, and a figure by length."""
     if edits:
         run.metric(f"{split}_edit_accuracy", fmean(edits))
     if not ordered:
@@ -193,7 +192,7 @@ def report(ordered: Sequence[Pair], edits: Sequence[float], split: str, run: Sta
 
 
 def calibration_error(ordered: Sequence[Pair]) -> float:
-    """Return the expected calibration error (Guo et al. 2017) of the Bradley-Terry probabilities, in bins from 0.5 to 1."""
+    """Return the expected calibration error (Guo et al. 2017) of the Bradley-Terry probabilities, with bins from 0.5 to 1."""
     parts: dict[int, list[Pair]] = {}
     for pair in ordered:
         parts.setdefault(min(STEPS - 1, int((sigmoid(abs(pair.margin)) - 0.5) * 2 * STEPS)), []).append(pair)

@@ -1,4 +1,4 @@
-"""The sampling of answers from one or more models, and the scoring of answers by the prompts' verifiers."""
+"""Sampling of answers from one or more models, and scoring of the answers by the prompts' verifiers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 STRETCH = 2048
-"""Number of prompts that are answered together; their answers are saved before the next prompts begin."""
+"""Number of prompts that are answered together; their answers are saved before the next prompts start."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings for which null means the model's own value."""
+"""Sampling settings for which null means the model's own value."""
 Progress = Callable[[int, int], None]
 _slug = partial(re.compile(r"\W+").sub, "_")
 
@@ -43,30 +43,30 @@ _slug = partial(re.compile(r"\W+").sub, "_")
 class SampleConfig(BadRowsConfig, SeededConfig):
     """Settings of the sampling."""
 
-    answers: int = Field(8, ge=1, le=1024, description="Number of answers to each prompt from each model")
-    temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature; 0: likeliest token; null: the model's, or 1")
-    top_p: float | None = Field(None, gt=0, le=1, description="Total probability of the tokens to draw from; null: the model's, or 1")
-    top_k: int | None = Field(None, ge=0, description="Number of likeliest tokens to draw from, 0: all; null: the model's, or all")
-    min_p: float | None = Field(None, ge=0, le=1, description="Minimum probability relative to the likeliest; null: the model's, or 0")
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description="Penalty of repeated tokens; null: the model's, or 1")
-    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, with its end token")
+    answers: int = Field(8, ge=1, le=1024, description="Number of answers from each model to each prompt")
+    temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature; 0: greedy decoding; null: the model's, or 1")
+    top_p: float | None = Field(None, gt=0, le=1, description="Top-p: total probability of the sampled tokens; null: the model's, or 1")
+    top_k: int | None = Field(None, ge=0, description="Top-k: number of likeliest tokens to sample from, 0: all; null: the model's, or all")
+    min_p: float | None = Field(None, ge=0, le=1, description="Min-p: minimum probability relative to the likeliest; null: model's, or 0")
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="Penalty for repeated tokens; null: the model's, or 1")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, including its end token")
     split: Literal["train", "heldout"] = Field("train", description="Split of the prompts to answer")
-    serving: ServingSettings = Field(ServingSettings(), description="Settings of the models' computation")
-    endpoints: tuple[EndpointConfig, ...] = Field((), description="Remote models that answer, too, without token ids and log-probs")
-    draft_weights: Weights = Field("same", description="The draft model's weights: as stored, or in 8 bits (a model may draft for itself)")
-    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+    serving: ServingSettings = Field(ServingSettings(), description="Settings of the inference engine")
+    endpoints: tuple[EndpointConfig, ...] = Field((), description="Remote models that also answer, without token ids and log-probabilities")
+    draft_weights: Weights = Field("same", description="Weights of the draft model: as stored, or in 8 bits (a model may be its own draft)")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the verifiers that score the answers")
 
 
 def needs(config: SampleConfig, facts: Facts) -> list[str]:
-    """Return messages on a missing model, chat template, key or package, and on settings that do not fit a draft model or its absence."""
+    """Return a message for each missing model, chat template, API key or package, and for each setting that conflicts with the draft."""
     drafted = config.serving.engine == "vllm" and "draft" in facts.inputs
-    refused = ["draft: engine vllm is given no guesses; leave the draft out"] if drafted else []
+    refused = ["draft: engine=vllm takes no draft model; leave the draft out"] if drafted else []
     if config.serving.window is not None and "draft" in facts.inputs:
-        refused.append("serving.window: a draft needs all tokens; leave the draft out, or window")
+        refused.append("serving.window: a draft needs the whole context; leave out the draft or the window")
     if config.draft_weights != "same" and "draft" not in facts.inputs:
-        refused.append("draft_weights: there is no draft; give one as --input draft=…, or leave this out")
+        refused.append("draft_weights is set, but there is no draft; give one with --input draft=…, or leave draft_weights out")
     if not config.endpoints and "models" not in facts.inputs:
-        refused.append("models: none answers; give one as --input models=…, or endpoints to ask")
+        refused.append("models: no model was given; give one with --input models=…, or set endpoints")
     refused += [line for endpoint in config.endpoints for line in endpoint.unmet("endpoints")]
     return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
 
@@ -78,28 +78,28 @@ def sample(
     """Draw K answers per prompt from each model, with log-probabilities and gold scores (Llama 3, section 4.2.2).
 
     An answer has no gold score if its prompt has no verifier, or if the verifier failed; the metric `unscored_answers` counts failures.
-    A truncated answer is scored as it stands, but counts as wrong in the metrics. `judges` are the models that verifiers name. `draft` is
-    a smaller model with the same tokenizer, for speculative decoding with each model; it does not change the distribution of answers.
+    Truncated answers are scored like others, but count as wrong in the metrics. `judges` are models that verifiers refer to. `draft` is a
+    smaller model with the same tokenizer, for speculative decoding; it does not change the distribution of answers.
 
-    A model's own sampling parameters come from the generation_config.json that it was imported with. Metrics record the parameters used,
-    by name and model (`temperature_DIGEST`). Prompts that a model's chat template refuses are in `dropped`; see `bad_rows`.
+    A model's own sampling parameters come from its imported generation_config.json. Metrics record the parameters used, by name and model
+    (`temperature_DIGEST`). Prompts that a model's chat template rejects are in `dropped`; see `bad_rows`.
 
-    Rows name a model by its data digest, which also seeds its sampling. So answers depend on a model's content, not on how it was made or
-    on its place among `models`. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies, and prompts
-    that an endpoint refuses are in `dropped` (`refused`). Raise PunaError if no one can answer, no prompt is usable, or a model repeats.
+    Rows name a model by its data digest, which also seeds its sampling, so answers depend on a model's content but not on how it was made
+    or on its position in `models`. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies. Prompts
+    that an endpoint refuses are in `dropped` (`refused`). Raise PunaError if no model is given, no prompt is usable, or a model repeats.
     """
     models = models or []
     if not models and not config.endpoints:
-        raise PunaError("sample: give models to answer, or endpoints to ask")
+        raise PunaError("sample: there is nothing to sample from; give models or endpoints")
     if len({_slug(endpoint.name) for endpoint in config.endpoints}) < len(config.endpoints):
-        raise PunaError("sample: two endpoints have names with the same letters and digits; preferences need answers of different models")
+        raise PunaError("sample: two endpoints have names with the same letters and digits; rename one")
     if config.endpoints and ranks.count() > 1:
-        raise PunaError("sample: one process asks endpoints: leave them out, or run in one process")
+        raise PunaError("sample: endpoints are not supported with several processes; leave them out, or run one process")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
         raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
     if len({model.data_digest for model in models}) < len(models):
-        raise PunaError("sample: the same model is given twice; preferences need answers of different models")
+        raise PunaError("sample: the same model is given twice; give each model once")
     scorer = Scorer(rows, config.scoring, run, judges or ())
     bad, spent = BadRows(config, "sample"), Counter[str]()
     for number, model in enumerate(models):
@@ -110,10 +110,10 @@ def sample(
         spent["checker_calls"] += _ask(Endpoint(endpoint, run), rows, scorer, bad, config, run)
     bad.write(run)
     scorer.report()
-    if config.endpoints and config.scoring.endpoint is None:  # the table of all requests; a scorer with an endpoint has written it already
+    if config.endpoints and config.scoring.endpoint is None:  # requests of all endpoints; a scorer with one has already written it
         Endpoint(config.endpoints[0], run).write()
     run.metric("checker_calls", spent["checker_calls"])
-    if not config.endpoints:  # endpoints do not report tokens
+    if not config.endpoints:  # endpoints return no token ids
         run.metric("sampled_tokens", spent["sampled_tokens"])
     run.metric("prompts", len(rows))
 
@@ -126,7 +126,7 @@ def _answer(
     artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
-    """Write a model's answers, `STRETCH` prompts at a time; return the numbers of scored answers and of sampled tokens."""
+    """Write a model's answers, `STRETCH` prompts at a time. Return the numbers of scored answers and of sampled tokens."""
     check_shared(config.serving, draft is not None, run)
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
@@ -176,7 +176,7 @@ def _answer(
 
 
 def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> int:
-    """Write the answers of an endpoint's model. Return how many were scored. Raise PunaError if it fails, or refuses every prompt."""
+    """Write an endpoint's answers and return how many were scored. Raise PunaError if the endpoint fails or refuses every prompt."""
     from puna.models.generation import Completion
 
     name, slug = endpoint.config.name, _slug(endpoint.config.name)
@@ -205,21 +205,21 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
 def replies_of(
     endpoint: Endpoint, rows: Sequence[dict[str, Any]], bad: BadRows, count: int, fields: dict[str, Any], seed: int
 ) -> list[tuple[dict[str, Any], list[Reply]]]:
-    """Return (row, `count` replies) for each row of prompts; refused rows go to `bad`. `fields`: further fields of every request."""
+    """Return (row, `count` replies) for each prompt. Refused prompts go to `bad`. `fields`: extra fields of every request."""
     requests = list(bad.render(rows, lambda row: {"messages": messages_of(row), "tools": tools_of(row)}))
     each = iter(endpoint.ask([{**body, **fields, "seed": seed % 2**31 + i} for _, body in requests for i in range(count)]))
     answered = []
     for row, _ in requests:
         replies = [next(each) for _ in range(count)]
         if refused := next((reply.refused for reply in replies if reply.refused), ""):
-            bad.drop(row, "refused", f"row {row['id']}: {endpoint.config.name} refuses it: {refused}")
+            bad.drop(row, "refused", f"row {row['id']}: {endpoint.config.name} refused it: {refused}")
         else:
             answered.append((row, replies))
     return answered
 
 
 def _params(tokenizer: Tokenizer, config: SampleConfig, name: str, run: StageRun, speculate: int) -> SamplingParams:
-    """Return a model's sampling parameters: the configured values, else the model's own. The metrics record them."""
+    """Return a model's sampling parameters: the configured values, or else the model's own. They are recorded as metrics."""
     from puna.models.generation import SamplingParams
 
     options = {key: value for key in SAMPLING if (value := getattr(config, key)) is not None}
@@ -239,7 +239,7 @@ def _generate(
     completions = engine.generate([ids for _, ids in asked], params, progress)
     if ranks.follows():
         return []
-    # An answer that was cut off is scored as it stands.
+    # A truncated answer is scored like any other.
     answers = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))
         for (row, _), answer in zip(asked, completions, strict=True) for index, completion in enumerate(answer)
@@ -259,9 +259,9 @@ def _answer_row(prompt: dict[str, Any], model: str, index: int, completion: Comp
 def read_answers(
     answers: Artifact, prompts: Artifact, learned: bool = True
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Return id → prompt, and prompt id → answers without their tokens. `learned`: the answers become training data.
+    """Return id → prompt, and prompt id → answers without their token ids. `learned`: the answers become training data.
 
-    Raise PunaError if there are no answers, a prompt is not among `prompts`, or training data answers a held-out prompt.
+    Raise PunaError if there are no answers, if an answer's prompt is missing from `prompts`, or if `learned` and a prompt is held out.
     """
     columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
     if not answers.rows():
@@ -270,8 +270,8 @@ def read_answers(
     answers_of: dict[str, list[dict[str, Any]]] = {}
     for answer in answers.read(columns=columns).to_pylist():
         if answer["prompt_id"] not in questions:
-            raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not among {prompts.id}'s prompts")
+            raise PunaError(f"answer {answer['id']}: its prompt {answer['prompt_id']} is not in {prompts.id}")
         answers_of.setdefault(answer["prompt_id"], []).append(answer)
     if learned and (heldout := sorted(id_ for id_ in answers_of if questions[id_]["split"] == "heldout")):
-        raise PunaError(f"{answers.id} answers {len(heldout)} held-out prompts, for example {heldout[0]}; nothing may be learned from them")
+        raise PunaError(f"{answers.id} answers {len(heldout)} held-out prompts, for example {heldout[0]}; they must not be trained on")
     return questions, answers_of

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the answers of a set of instructions."""
+"""Supervised fine-tuning: cross-entropy on the answers of instructions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def sft(model: Model, instructions: list[Instructions], tasks: list[External] | None, config: SftConfig, run: StageRun) -> None:
     """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 
-    Several sets of instructions are read as one, held-out rows left out; each learned token of a step weighs the same.
-    Rows that the chat template refuses, and rows longer than a packed row, are in `dropped`; see `bad_rows`. The scores on `tasks`
-    (folders of task files and their data) are in the log and the metrics.
+    Several inputs are concatenated, without their held-out rows. Within a step every learned token has the same weight. Rows that the chat
+    template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`. Scores on `tasks` (folders of task files and
+    their data) are in the training log and the metrics.
     """
     rows = read_instructions(instructions)
     network, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout)
@@ -42,7 +42,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
     watch = task_watch(tasks, config.ask_every, tokenizer, config.training.compute, run)
     if config.engine == "trl":
         if watch:
-            raise PunaError("sft: only engine puna asks tasks; leave them out, or set engine to puna")
+            raise PunaError("sft: only engine=puna evaluates tasks; leave them out, or set engine to puna")
         from puna.stages.training.trl_engine import hub_tokenizer, train_sft
 
         network = train_sft(network, examples, hub_tokenizer(model, tokenizer), config, run)
@@ -52,10 +52,10 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
 
 
 def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
-    """Return the training rows of all artifacts, sorted, so that the artifacts' order does not matter. Raise PunaError for no rows."""
+    """Return the training rows of all artifacts, sorted, so that the artifacts' order does not matter. Raise PunaError without rows."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["split"] == "train"]
     if not rows:
-        raise PunaError(f"there are no training instructions in {', '.join(a.id for a in artifacts)}: nothing to fine-tune on")
+        raise PunaError(f"{', '.join(a.id for a in artifacts)} contain no training instructions to fine-tune on")
     return sorted(rows, key=lambda row: (row["id"], row["messages"]))
 
 
@@ -66,7 +66,7 @@ def collate(examples: list[Example]) -> Targets:
 
 
 def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: SftConfig, bad: BadRows) -> list[Example]:
-    """Return training examples of the conversations. A chat template may require several examples for a row; unusable rows go to `bad`."""
+    """Return training examples of the conversations. A chat template may split a row into several examples. Unusable rows go to `bad`."""
 
     def longest(examples: list[Example]) -> int:
         return max(map(len, examples))
@@ -76,7 +76,7 @@ def render_rows(tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], config: Sf
 
 
 def join(examples: Sequence[Example], most: int, tokens: int) -> list[Example]:
-    """Join examples of the same prompt; each result has at most `most` answers and `tokens` tokens."""
+    """Merge examples with the same prompt, up to `most` answers and `tokens` tokens per merged example."""
     whole: list[Example] = []
     last: dict[tuple[int, ...], int] = {}
     for one in examples:
@@ -106,7 +106,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
 
 @contextmanager
 def embedding_noise(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
-    """Within the context, passes with gradients add uniform noise in ``+-alpha / sqrt(mean tokens x width)`` to embeddings (NEFTune)."""
+    """Add uniform noise in ``+-alpha / sqrt(tokens x width)`` to embeddings of passes with gradients inside the `with` block (NEFTune)."""
     import torch
 
     bound = alpha / math.sqrt(tokens * model.config.hidden_size)

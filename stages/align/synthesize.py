@@ -1,8 +1,8 @@
-"""Synthetic training data: problems and answers by a model, kept only if a check confirms them.
+"""Synthetic training data: problems and answers from a model, kept only if a check confirms them.
 
-Llama 3 section 4.3: a model writes problems like the examples and answers each several times. Programs are checked by running their tests,
-maths by the agreement of answers, prompts with a verifier by the verifier. If no answer is right, the model tries again, told why.
-"""
+As in Llama 3, section 4.3, a model writes problems similar to the examples and answers each several times. Code is checked by running its
+tests, maths by the agreement of answers, and given prompts by their verifiers. If no answer is right, the model gets the check's message
+and tries again."""
 
 from __future__ import annotations
 
@@ -44,46 +44,46 @@ TESTS = (
     "in a Python code block."
 )
 AGAIN = "That is not right: {detail}\nFind the mistake and answer again."
-ONE_WRITER = "model: give one as --input model=…, or an endpoint to ask, and not both"
+ONE_WRITER = "model: give either --input model=… or an endpoint, not both"
 NO_CALL = "Call a tool, and answer by its result."
 NO_ANSWER = "The answer must end with a line `The answer is …`."
 
 
 class SynthesizeConfig(TurnsConfig, BadRowsConfig, SeededConfig):
-    """Settings of the problems, of their answers, and of the checks."""
+    """Settings of the problems, their answers, and the checks."""
 
     problems: Literal["given", "maths", "code"] = Field(
-        "given", description="The training prompts, checked by verifiers; or new problems: maths, checked by agreement; code, by tests"
+        "given", description="given: training prompts, checked by verifiers; new problems: maths, checked by agreement; code, by tests"
     )
-    count: int = Field(100, ge=1, le=1_000_000, description="Number of problems that the model writes; unused with `given`")
+    count: int = Field(100, ge=1, le=1_000_000, description="Number of problems that the model writes; unused with problems=given")
     shots: int = Field(4, ge=1, le=50, description="Number of training prompts shown as examples for each new problem")
-    answers: int = Field(8, ge=1, le=1024, description="Number of answers to each problem")
-    retries: int = Field(1, ge=0, le=10, description="Retries of a problem without a right answer, with the check's message")
+    answers: int = Field(8, ge=1, le=1024, description="Number of answers per problem and try")
+    retries: int = Field(1, ge=0, le=10, description="Number of retries for a problem without a right answer, with the check's message")
     temperature: float = Field(0.7, ge=0, le=10, description="Sampling temperature of problems, tests and answers")
-    max_tokens: int = Field(256, ge=1, description="Maximum tokens of a problem or answer, with its end token")
-    min_agreement: float = Field(0.5, gt=0, le=1, description="With maths: minimum share of answers with the same result (0 to 1)")
-    min_tests: int = Field(2, ge=1, le=100, description="With code: minimum number of tests that fail without a solution")
+    max_tokens: int = Field(256, ge=1, description="Maximum tokens of a problem or an answer, including its end token")
+    min_agreement: float = Field(0.5, gt=0, le=1, description="With problems=maths: minimum share of answers with the same result (0 to 1)")
+    min_tests: int = Field(2, ge=1, le=100, description="With problems=code: minimum number of tests that fail without a solution")
     max_similarity: float = Field(0.6, gt=0, le=1, description="Maximum share of a problem's word trigrams in a prompt or other problem")
     source: str = Field("synthetic", min_length=1, description="Name of the source in the instructions table")
-    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which answers are checked")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the checks of answers")
     endpoint: EndpointConfig | None = Field(None, description="Remote model that writes; null: the input model writes")
 
     @model_validator(mode="after")
     def _turns_answer_given_prompts(self) -> Self:
         if self.turns > 1 and (self.problems != "given" or self.endpoint is not None):
-            raise ValueError("turns above 1 answer given prompts by the input model: set problems to given, and leave the endpoint out")
+            raise ValueError("turns above 1 need given prompts and an input model; set problems to given, and leave the endpoint out")
         return self
 
 
 def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
-    """Require a model with a chat template, or an endpoint with its key."""
+    """Require a model with a chat template, or an endpoint with its API key."""
     if (config.endpoint is None) == ("model" not in facts.inputs):
         return [ONE_WRITER]
     return chat_template(facts, "model") if config.endpoint is None else config.endpoint.unmet("endpoint")
 
 
 class Text(NamedTuple):
-    """A generated text. `finished`: false if it was cut off. `before`: the turns and tool results between the prompt and this text."""
+    """A generated text. `finished`: false if truncated. `before`: the turns and tool results between the prompt and this text."""
 
     text: str
     finished: bool
@@ -91,7 +91,7 @@ class Text(NamedTuple):
 
     @property
     def has_run_tools(self) -> bool:
-        """True if tools were called, and every call ran."""
+        """True if tools were called and no call failed."""
         results = [str(turn["content"]) for turn in self.before if turn["role"] == "tool"]
         return bool(results) and not any(result.startswith(FAILED) for result in results)
 
@@ -108,13 +108,12 @@ class Text(NamedTuple):
 def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
     """Write an instruction for each problem that the model solves: the problem and a right answer; see `problems`.
 
-    Failed tries before the right answer are left out; the side table `scores` holds the share of right answers
-    (`right`) and the number of tries (`tries`). With `tools` an answer is right if the verifier passes its last turn, and tools were
-    called and every call ran; it is kept with its calls and their results. `dropped` holds written problems that were cut off
-    (`unfinished`) or are `empty`. It also holds problems that resemble a prompt or another problem (`copied`), or have too few tests that
-    fail without a solution (`tests`); problems without a right answer (`none_right`); and bad rows (see `bad_rows`). The metrics
-    `right_after_1`, `right_after_2`, … count the problems solved within so many tries. `judges` are models that verifiers name.
-    With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
+    Failed tries are left out; the side table `scores` holds the share of right answers (`right`) and the number of tries (`tries`). With
+    `tools`, an answer is right if the verifier passes its last turn, and if tools were called and no call failed; the calls and their
+    results are kept. `dropped` holds problems that were truncated (`unfinished`), are `empty`, resemble a prompt or another problem
+    (`copied`), have too few tests that fail without a solution (`tests`) or no right answer (`none_right`), and bad rows (see `bad_rows`).
+    The metrics `right_after_1`, `right_after_2`, … count the problems solved within that many tries. `judges` are models that verifiers
+    refer to. With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
     """
     rows = prompts.read().to_pylist()
     train = sorted((with_tools(row, config.tools) for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
@@ -128,12 +127,12 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     run.metric("checker_calls", check.calls)
     run.metric("sampled_tokens", writer.tokens)
     _save(problems, solutions, writer.dropped, config, run)
-    if writer.endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer wrote all of it
+    if writer.endpoint is not None and (config.scoring.endpoint is None or config.problems == "maths"):  # else the scorer has written it
         writer.endpoint.write()
 
 
 class Kept(NamedTuple):
-    """A right answer, the share of right answers in its try, and the number of the try."""
+    """A right answer, the share of right answers in its try, and the number of that try."""
 
     answer: Text
     right: float
@@ -162,7 +161,7 @@ def _answer_problems(problems: Sequence[Row], writer: Writer, check: Check, conf
 
 
 class Writer:
-    """The model that writes problems, tests and answers: a model of the store, or a remote model."""
+    """The model that writes problems, tests and answers: a model from the store, or a remote model."""
 
     def __init__(self, model: Artifact | None, config: SynthesizeConfig, run: StageRun) -> None:
         if (model is None) == (config.endpoint is None):
@@ -174,7 +173,7 @@ class Writer:
         self.tokens = 0
 
     def write(self, rows: Sequence[Row], count: int, purpose: str) -> list[list[Text]]:
-        """Return `count` sampled texts for each row; none for a refused or too long row, which goes to `dropped`. `purpose`: the seed."""
+        """Return `count` sampled texts per row. Refused and too long rows get none and go to `dropped`. `purpose`: part of the seed."""
         config, bad, seed = self._config, BadRows(self._config, "synthesize"), self._run.seed(purpose)
         texts: dict[str, list[Text]] = {}
         if self.endpoint is not None:
@@ -190,7 +189,7 @@ class Writer:
     def _sample(
         self, network: Transformer, tokenizer: Tokenizer, rows: Sequence[Row], bad: BadRows, count: int, seed: int, purpose: str
     ) -> dict[str, list[Text]]:
-        """Return row id → texts sampled from `network`. Rows that are refused or too long go to `bad` and have no entry."""
+        """Return row id → texts sampled from `network`. Rejected and too long rows go to `bad` and have no entry."""
         from puna.models.generation import Engine, SamplingParams
 
         config, within = self._config, context_limit(network, self._config.max_tokens)
@@ -209,7 +208,7 @@ class Writer:
 
 
 class Check:
-    """A check of answers: by the problems' verifiers, or for maths by agreement."""
+    """A check of answers: by the problems' verifiers, or by agreement for maths."""
 
     def __init__(self, problems: Sequence[Row], judges: Sequence[Artifact], config: SynthesizeConfig, run: StageRun) -> None:
         self._config = config
@@ -226,23 +225,23 @@ class Check:
         return [[score if text.has_run_tools or not self._config.tools else Score(0.0, NO_CALL) for text, score in some] for some in pairs]
 
     def report(self) -> None:
-        """Report the answers that verifiers could not score."""
+        """Report the number of answers that verifiers could not score."""
         if self._scorer is not None:
             self._scorer.report()
 
 
 def score_agreement(texts: Sequence[str], share: float) -> list[Score]:
-    """Return the texts' scores: 1 for the most frequent final answer, if no other ties and at least `share` of texts have it; else 0."""
+    """Return a score per text: 1 if its final answer is the single most frequent one and at least `share` of the texts have it, else 0."""
     finals = [None if (result := final_answer(text)) is None else " ".join(result.casefold().split()) for text in texts]
     counts = Counter(final for final in finals if final).most_common(2)
     alone = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])
     if not alone or counts[0][1] < share * len(texts):
-        return [Score(0.0, NO_ANSWER if final is None else "other tries come to other results") for final in finals]
+        return [Score(0.0, NO_ANSWER if final is None else "other tries have other results") for final in finals]
     return [Score(float(final == counts[0][0]), "" if final else NO_ANSWER) for final in finals]
 
 
 def _new_problems(train: Sequence[Row], known: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
-    """Return problems that the model writes from examples, without copies of known problems; with `problems` code, add tests."""
+    """Return new problems that the model writes from examples, without copies of known problems. With problems=code, add tests."""
     requests = []
     for number in range(config.count):
         generator = run.generator("problem", number)
@@ -278,7 +277,7 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
 
 
 def _with_tests(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
-    """Return the problems with tests by the model. Drop tests that do not fail without a solution, then problems with too few tests."""
+    """Add tests written by the model to the problems. Drop tests that pass without a solution, then problems with too few tests."""
     requests = [{**row, "messages": asking(TESTS.format(problem=as_text(messages_of(row))))} for row in problems]
     lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
     alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
@@ -294,12 +293,12 @@ def _with_tests(problems: Sequence[Row], writer: Writer, config: SynthesizeConfi
 
 
 def assertions(text: str) -> list[str]:
-    """Return the distinct lines of a text's program that begin with `assert`."""
+    """Return the distinct lines that begin with `assert` in a text's program."""
     return list(dict.fromkeys(line.strip() for line in program(text).splitlines() if re.match(r"\s*assert\b", line)))
 
 
 def trigrams(text: str) -> set[tuple[str, ...]]:
-    """Return the runs of three words; a shorter text gives all its words as one run."""
+    """Return the set of word trigrams; a text of fewer than three words gives one tuple of all its words."""
     words = re.findall(r"\w+", text.casefold())
     return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))} if words else set()
 

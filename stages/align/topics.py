@@ -1,4 +1,4 @@
-"""The topic of each instruction, coarse and fine, by a classifier that learns from labelled examples."""
+"""Coarse and fine topics of instructions, from a classifier trained on labelled examples."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from puna.storage import PunaError
 Vectors = NDArray[np.float32]
 WORD = re.compile(r"\w+")
 MOST, ITERATIONS = 500, 10
-"""Maximum iterations of a fit, and of one call of L-BFGS, after which the fit is saved."""
+"""Maximum number of iterations of a whole fit, and of each L-BFGS call, after which the fit is saved."""
 LISTS, TENSORS, NUMBERS = ("old_dirs", "old_stps", "ro"), ("d", "prev_flat_grad"), ("n_iter", "func_evals", "t", "H_diag", "prev_loss")
-"""Keys of torch's L-BFGS state that a saved fit holds: lists of tensors, tensors and numbers."""
+"""Keys of torch's L-BFGS state in a saved fit: lists of tensors, tensors, and numbers."""
 
 
 class TopicsConfig(BadRowsConfig, SeededConfig):
-    """Settings of the classifier, and the number of instructions to keep of each topic."""
+    """Settings of the classifier, and the maximum number of instructions per topic."""
 
-    penalty: float = Field(3e-4, gt=0, description="Weight of the squared coefficients in the classifier's loss")
-    folds: int = Field(5, ge=2, le=20, description="Number of folds of the labelled examples, for cross-validation")
+    penalty: float = Field(3e-4, gt=0, description="L2 penalty on the classifier's coefficients")
+    folds: int = Field(5, ge=2, le=20, description="Number of cross-validation folds of the labelled examples")
     max_per_topic: int | None = Field(None, ge=1, description="Maximum number of instructions per topic, drawn at random; null: all")
-    balance: Literal["coarse", "fine"] = Field("coarse", description="Level of the topics that `max_per_topic` limits")
-    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens of one forward pass; a longer row is dropped")
+    balance: Literal["coarse", "fine"] = Field("coarse", description="Whether `max_per_topic` limits coarse or fine topics")
+    micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer rows are dropped")
 
 
 @stage(kind="instructions", filters="instructions", needs=model_template)
 def topics(instructions: Instructions, labelled: list[Instructions], model: Model, config: TopicsConfig, run: StageRun) -> None:
-    """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, does so with a fine-tuned model).
+    """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, uses a fine-tuned model for this).
 
-    `labelled`: examples whose `task` is their topic, `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
-    learns from the mean hidden state of `model` over a request; a coarse topic is as probable as its fine topics together. Kept rows
-    are unchanged. `dropped` has rows above `max_per_topic`. `scores`: each row's likeliest `fine:NAME` and `coarse:NAME` with probability.
+    `labelled`: examples whose `task` is their topic, as `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
+    learns from the mean hidden state of `model` over a request; a coarse topic's probability is the sum over its fine topics. Kept rows are
+    unchanged. `dropped` holds the rows beyond `max_per_topic`; `scores` holds each row's likeliest `fine:NAME` and `coarse:NAME`, with
+    their probabilities.
 
-    The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two controls are measured in the same
+    The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two baselines are measured in the same
     way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words. The accuracies hold only for
-    requests like the labelled examples.
-    """
+    requests similar to the labelled examples."""
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     exemplars = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
     names = sorted({row["task"] for row in exemplars})
     if len(names) < 2:
         there = ", ".join(names) or "none"
-        raise PunaError(f"topics: the labelled examples have one topic, {there}, in their column `task`; give two at least")
+        raise PunaError(f"topics: all labelled examples have the topic {there} in their column `task`; give at least two topics")
     network, tokenizer = load_model(model, "lm", frozen=True)
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens")
 
@@ -103,10 +103,10 @@ def coarse(topic: str) -> str:
 
 
 def fit(examples: Sequence[Labelled], classes: Sequence[str], penalty: float, state: Path | None = None) -> NDArray[np.float64]:
-    """Fit a softmax regression; return its coefficients and biases [D + 1, C].
+    """Fit a softmax regression; return its coefficients and biases, float64 [D + 1, C].
 
-    The minimum of the mean loss plus `penalty` times the squared coefficients is unique up to a constant on all biases.
-    `state`: folder in which the fit is saved."""
+    It minimises the mean cross-entropy plus `penalty` x the sum of squared coefficients; the minimum is unique up to a constant added to
+    all biases. `state`: folder in which an unfinished fit is saved."""
     import torch
 
     x = torch.from_numpy(np.stack([one.vector for one in examples]).astype(np.float64)) * math.sqrt(examples[0].vector.size)
@@ -152,7 +152,7 @@ def probabilities(weights: NDArray[np.float64], vectors: Vectors) -> NDArray[np.
 
 
 def by_words(examples: Sequence[Labelled], texts: Sequence[str]) -> list[str]:
-    """Return the topics of texts by multinomial naive Bayes over lower-case words, with add-one smoothing."""
+    """Return the topic of each text, from multinomial naive Bayes over lower-case words with add-one smoothing."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     of_topic = Counter(one.topic for one in examples)
     for one in examples:
@@ -167,14 +167,14 @@ def by_words(examples: Sequence[Labelled], texts: Sequence[str]) -> list[str]:
 
 
 def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsConfig, run: StageRun) -> None:
-    """Report the cross-validated accuracies of the classifier and of both controls on the labelled examples."""
+    """Report the cross-validated accuracies of the classifier and of both baselines on the labelled examples."""
     right: Counter[str] = Counter()
     for number in np.unique(fold).tolist():
         out = [one for one, at in zip(examples, fold, strict=True) if at == number]
         rest = [one for one, at in zip(examples, fold, strict=True) if at != number]
         classes = sorted({one.topic for one in rest})
         if len(classes) < 2:
-            raise PunaError(f"topics: without one fold the labelled examples have one topic, {classes}; give more, or fewer folds")
+            raise PunaError(f"topics: without one fold, all labelled examples have the topic {classes}; give more, or fewer folds")
         weights = fit(rest, classes, config.penalty, run.scratch / f"fold-{number}")
         shares = probabilities(weights, np.stack([one.vector for one in out]))
         often = Counter(one.topic for one in rest)
@@ -192,7 +192,7 @@ def _measure(examples: Sequence[Labelled], fold: NDArray[Any], config: TopicsCon
 
 
 def _best(found: dict[str, float] | Counter[str]) -> tuple[str, float]:
-    """Return the name with the highest number, and that number; the first by name among equals."""
+    """Return the key with the highest number, and that number; the alphabetically first key among ties."""
     name = min(found, key=lambda one: (-found[one], one))
     return name, float(found[name])
 
@@ -205,7 +205,7 @@ def _coarse(classes: Sequence[str], share: NDArray[np.float64]) -> dict[str, flo
 
 
 def _above_limit(names: Sequence[str], topic: dict[str, str], config: TopicsConfig) -> dict[str, tuple[str, int]]:
-    """Return id → (topic, number of instructions of the topic), for the instructions beyond `max_per_topic`."""
+    """Return id → (topic, number of instructions with this topic) for the instructions beyond `max_per_topic`."""
     if config.max_per_topic is None:
         return {}
     counts = Counter(topic[name] for name in names)
@@ -218,7 +218,7 @@ def _above_limit(names: Sequence[str], topic: dict[str, str], config: TopicsConf
 
 
 def _report(found: dict[str, dict[str, tuple[str, float]]], left: dict[str, tuple[str, int]], run: StageRun) -> None:
-    """Report the number of instructions of each topic, before and after balancing."""
+    """Report the number of instructions per topic, before and after balancing."""
     for level in ("coarse", "fine"):
         before = Counter(one[level][0] for one in found.values())
         after = Counter(one[level][0] for name, one in found.items() if name not in left)

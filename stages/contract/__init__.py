@@ -1,4 +1,4 @@
-"""The stage contract: the declaration of a stage, its inputs and its run."""
+"""The contract between a stage and its caller: how a stage is declared, what it takes, and what runs it."""
 
 from puna.models.settings import did_you_mean
 from puna.stages.contract.config import SeededConfig, StageConfig, parse

@@ -1,4 +1,4 @@
-"""Configuration of a stage: frozen pydantic models whose every field is described and bounded."""
+"""Stage configuration: frozen pydantic models in which every field has a description and bounds."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class StageConfig(Settings):
     """The base class of every stage configuration and of its nested groups."""
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return (module, symbol) of the functions and classes that the settings name. An artifact's key covers the code they reach."""
+        """Return (module, symbol) of each function and class that the settings name. Their code enters the artifact's key."""
         return sorted({(one.__module__, one.__qualname__) for one in _named_by(self)})
 
 
 class SeededConfig(StageConfig):
-    """The base class of the configuration of a stage that draws random numbers."""
+    """The base class of configurations of stages that draw random numbers."""
 
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of every random choice of the stage")
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of all random numbers in the stage")
 
 
 def _named_by(settings: object) -> Iterator[Any]:
-    """Yield the functions and classes that settings, or settings nested in them, return from a method `implementations`."""
+    """Yield the functions and classes that settings and their nested settings return from a method `implementations`."""
     if isinstance(settings, list | tuple):
         for item in settings:
             yield from _named_by(item)
@@ -40,7 +40,7 @@ C = TypeVar("C", bound="StageConfig")
 
 
 def parse(kind: type[C], values: dict[str, Any], where: str) -> C:
-    """Return `values` as a configuration; raise one PunaError that names each wrong field and its bounds."""
+    """Return `values` as a configuration. Raise one PunaError that names every wrong field and its bounds. `where` begins the message."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -48,7 +48,7 @@ def parse(kind: type[C], values: dict[str, Any], where: str) -> C:
 
 
 def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
-    """Return one line `field: fault` for each wrong value of a configuration of class `kind`."""
+    """Return one line `field: message` for each wrong value of a configuration of class `kind`."""
     lines = []
     for item in error.errors():
         *path, last = item["loc"] or ("",)

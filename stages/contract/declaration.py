@@ -1,4 +1,4 @@
-"""The `@stage` declaration: a plain function, its input kinds, its configuration, its output kind, its needs."""
+"""The `@stage` declaration: a plain function, the kinds of its inputs and output, its configuration, and its requirements."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from puna.storage import Artifact, PunaError
 from puna.storage.schemas import KINDS
 
 Looked = tuple[tuple[str, ...], float]
-"""Sampled texts of some inputs, and the sampled share of their bytes."""
+"""Sampled texts of some inputs, and the share of the inputs' bytes that was sampled."""
 GLANCE, LOOK = 0.1, 0.4
-"""Seconds to read sample pages, and again to extract their texts: first `GLANCE`; then `LOOK`, for a sample that justifies a complaint."""
+"""Seconds for reading sample pages, and again for extracting their texts: first `GLANCE`; `LOOK` if a complaint seems likely."""
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Facts about one input before the run; None if unknown. `kind` of the artifact, or `external`; `tables`: name → columns.
+    """What is known about one input before the run; None if unknown. `kind`: the artifact's, or `external`. `tables`: name → columns.
 
-    `sources`: names of the external inputs that the input descends from. `bytes`: size of the stored files. `look` reads the first pages
-    for a number of seconds and returns their texts and their share of all bytes. `model`: an existing model with the shape, tokenizer
-    and chat template that the input will have.
+    `sources`: names of the external inputs that the input descends from. `bytes`: size of the stored files. `look(seconds)` reads the first
+    pages and returns their texts and their share of all bytes. `model`: an existing model with the shape, tokenizer and chat template that
+    the input will have.
     """
 
     kind: str
@@ -40,19 +40,19 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts before a run: of each given input, and of the machine. `available_memory_bytes`: None if other hardware does the work."""
+    """What is known before a run about its inputs and the machine. `available_memory_bytes`: None if the work runs on other hardware."""
 
     inputs: dict[str, tuple[InputFacts, ...]]
     available_memory_bytes: int | None
 
 
 Needs = Callable[[Any, Facts], list[str]]
-"""`needs(config, facts)`: a sentence with field and remedy for each unmet need. Unknown facts (None) must not cause complaints."""
+"""`needs(config, facts)` returns a message for each unmet need, with field and remedy. Unknown facts (None) cause no message."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of artifact that an input parameter takes. `sources`: in NAME=ARTIFACT, NAME becomes the source of the artifact's rows."""
+    """The kind of artifact that an input takes. `sources`: for an input NAME=ARTIFACT, the rows of the artifact get the source NAME."""
 
     name: str
     sources: bool = False
@@ -60,7 +60,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Reads:
-    """The files (or folders, ending in /) of an input artifact that a stage reads; the checksums of other files are not verified."""
+    """The files (or folders, ending in /) that a stage reads from an input artifact. Checksums of other files are not verified."""
 
     files: tuple[str, ...]
 
@@ -84,15 +84,15 @@ Name = tuple[str, str]
 Value = Artifact | External | list[Artifact] | list[External] | None
 """Possible values of a stage's input."""
 Named = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
-"""`named(inputs)`: functions and classes that rows of the inputs name, as module and symbol."""
+"""`named(inputs)` returns the (module, symbol) of functions and classes that the inputs' rows name."""
 
 Written = Callable[[Any], Mapping[str, tuple[str, ...]]]
-"""`written(config)`: name → columns of the tables of signals that a stage writes."""
+"""`written(config)` returns name → columns of the signal tables that a stage writes."""
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A declared input of a stage. `reads`: the files that the stage reads (empty: all), see `Reads`. `sources`: see `Kind`."""
+    """A declared input of a stage. `reads`: the files that the stage reads, empty for all; see `Reads`. `sources`: see `Kind`."""
 
     name: str
     kind: str
@@ -109,7 +109,7 @@ class InputSpec:
             return []
         values: list[Any] = value if isinstance(value, list) else [value]
         if not self.many and len(values) != 1:
-            raise PunaError(f"stage {stage}: input {self.name!r} takes one artifact, {len(values)} were given")
+            raise PunaError(f"stage {stage}: input {self.name!r} takes one artifact, but {len(values)} were given")
         if self.many and not values and not self.optional:
             raise PunaError(f"stage {stage}: input {self.name!r} takes at least one artifact ({self.kind})")
         for item in values:
@@ -125,7 +125,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Stage:
-    """A declared stage. `function(*inputs, config, run)` does the work; see `execute` for running one."""
+    """A declared stage. `function(*inputs, config, run)` does the work; `execute` runs a stage."""
 
     name: str
     kind: str
@@ -142,17 +142,17 @@ class Stage:
     doc: str = field(default="", compare=False)
 
     def tables(self, config: StageConfig) -> dict[str, tuple[str, ...]] | None:
-        """Return table → columns of the signals that the stage will write; None if it does not declare them."""
+        """Return name → columns of the signal tables that the stage will write, or None if it does not declare them."""
         if callable(self.signals):
             return dict(self.signals(config))
         return {"signals": ("id", *self.signals)} if self.signals else None
 
     def unmet(self, config: StageConfig, facts: Facts) -> list[str]:
-        """Return one sentence for each need of the stage that these facts do not meet."""
+        """Return one message per requirement of the stage that these facts do not meet."""
         return [f"{self.name}: {sentence}" for sentence in self.needs(config, facts)] if self.needs else []
 
     def reaches(self, config: StageConfig, given: dict[str, Value]) -> list[Name]:
-        """Return the functions and classes that configuration and inputs name; an artifact's key covers their code like the stage's own."""
+        """Return the functions and classes that configuration and inputs name. Their code enters the artifact's key."""
         return [*config.reaches(), *(self.named(self.check(given)) if self.named else ())]
 
     def check(self, given: dict[str, Value]) -> dict[str, list[Artifact] | list[External]]:
@@ -172,12 +172,12 @@ def stage(
 ) -> Callable[[Callable[..., None]], Stage]:  # fmt: skip
     """Declare a function as a stage.
 
-    `kind`: the artifact's kind. `filters`: the input whose rows must all be kept or in `dropped`, which is checked at commit. `version`:
-    replaces the hash of the reached code in the artifact's key. `needs(config, facts)`: called before a run; see `Needs`. `device`: the
-    stage computes on an accelerator in one process; on a cluster, a worker with an accelerator runs the whole stage. `ranks`: all processes
-    that were started together run the stage. `signals`: the signals that the stage writes, or a function from the configuration to the
-    columns of the tables of signals; a rule on another signal is refused before the run. `named(inputs)`: functions and classes that the
-    inputs' rows name; see `Named`. Raise TypeError if the function or an argument does not fit.
+    `kind`: the artifact's kind. `filters`: the input whose every row must be kept or in `dropped`, which is checked at commit. `version`:
+    replaces the code hash in the artifact's key. `needs(config, facts)`: is called before a run; see `Needs`. `device`: the stage computes
+    on an accelerator in one process; on a cluster, one worker with an accelerator runs the whole stage. `ranks`: all processes of a
+    distributed launch run the stage. `signals`: the signals that the stage writes, or a function from the configuration to the columns of
+    the signal tables; a rule on any other signal is rejected before the run. `named(inputs)`: functions and classes that the inputs' rows
+    name; see `Named`. Raise TypeError if the function or an argument is invalid.
     """
 
     def declare(function: Callable[..., None]) -> Stage:
@@ -189,13 +189,13 @@ def stage(
         hints = get_type_hints(function, include_extras=True)
         parameters = list(inspect.signature(function).parameters)
         if parameters[-2:] != ["config", "run"]:
-            raise TypeError(f"stage {name}: its last parameters are config and run")
+            raise TypeError(f"stage {name}: the last parameters must be config and run")
         specs = tuple(input_spec(f"stage {name}", parameter, hints[parameter]) for parameter in parameters[:-2])
         config = hints["config"]
         if not (isinstance(config, type) and issubclass(config, StageConfig)):
-            raise TypeError(f"stage {name}: config is a StageConfig")
+            raise TypeError(f"stage {name}: config must be annotated with a StageConfig")
         if filters is not None and filters not in {spec.name for spec in specs}:
-            raise TypeError(f"stage {name}: filters={filters!r} is no input")
+            raise TypeError(f"stage {name}: filters={filters!r} is not one of its inputs")
         if name in REGISTRY and (other := REGISTRY[name].function.__module__) != function.__module__:
             raise TypeError(f"stage {name} is declared twice, in {other} and in {function.__module__}; rename one")
         text = inspect.getdoc(function) or ""
@@ -206,7 +206,7 @@ def stage(
 
 
 def input_spec(where: str, name: str, hint: Any) -> InputSpec:
-    """Return the input that a parameter's annotation declares. Raise TypeError (`where` begins the message) if it declares none."""
+    """Return the input that a parameter's annotation declares. Raise TypeError if it declares none; `where` begins the message."""
     optional = many = False
     if get_origin(hint) in (typing.Union, types.UnionType):
         members = [h for h in get_args(hint) if h is not type(None)]

@@ -1,4 +1,4 @@
-"""The run of a stage: look up its artifact, or make it."""
+"""Running a stage: look up its artifact, or make it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Identity:
-    """Return the identity that an artifact's key is computed from: stage, code, configuration, inputs. Raise PunaError if any is wrong."""
+    """Return the identity that determines an artifact's key: stage, code, configuration, inputs. Raise PunaError if one is invalid."""
     if not isinstance(config, stage.config):
         raise PunaError(f"stage {stage.name} takes a {stage.config.__name__}, not a {type(config).__name__}")
     records = [
@@ -50,11 +50,11 @@ def identify(stage: Stage, config: StageConfig, given: dict[str, Value]) -> Iden
 
 
 def by_todays_code(artifact: Artifact, store: Store) -> Identity:
-    """Return the identity that today's code would give `artifact`. Raise PunaError if its stage, a setting or an input is gone."""
+    """Return the identity that `artifact` has under today's code. Raise PunaError if its stage, a setting or an input no longer exists."""
     manifest = artifact.manifest
     stage = REGISTRY.get(manifest.stage)
     if stage is None:
-        raise PunaError(f"{artifact.id} was made by {manifest.stage}, which is no stage of today's code")
+        raise PunaError(f"{artifact.id} was made by {manifest.stage}, a stage that the current code does not have")
     config = parse(stage.config, manifest.config, stage.name)
     inputs: dict[str, list[Any]] = {spec.name: [] for spec in stage.inputs}
     for record in manifest.inputs:
@@ -68,7 +68,7 @@ def by_todays_code(artifact: Artifact, store: Store) -> Identity:
 
 
 def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, **how: Any) -> Artifact:
-    """Return the artifact of `stage`: an existing intact artifact, or else a new one. `how`: see `perform`."""
+    """Return the artifact of `stage`: an existing intact one, or else a new one. `how`: see `perform`."""
     return perform(stage, config, given, store, **how).artifact
 
 
@@ -79,10 +79,10 @@ def perform(
 ) -> Outcome:  # fmt: skip
     """Run `stage`, or reuse its artifact.
 
-    If the artifact is damaged or suspect, a new one is made, and the old one is set aside when the new one is ready. Raise PunaError for a
+    If the existing artifact is damaged or suspect, a new one is made, and the old one is set aside once it is ready. Raise PunaError for a
     damaged input. A stage declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one.
-    `apart`: any stage runs as a whole on a worker, so that several can run at once. `listener` gets no progress from such a worker.
-    `on_start` is called before the function, and not for a reused artifact. `part_rows`: maximum rows of a part that the function gets."""
+    `apart`: run any stage as a whole on a worker, so that several can run at once; such a worker reports no progress to `listener`.
+    `on_start` is called before the function runs, but not for a reused artifact. `part_rows`: maximum rows per part."""
     start = time.perf_counter()
     identity = identify(stage, config, given)
     artifact = reusable(stage, identity, store)
@@ -118,15 +118,15 @@ def perform(
 
 
 def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
-    """True if a stage runs on a worker that has an accelerator; a stage that several processes run does not."""
+    """True if a stage should run on a worker with an accelerator. A stage that runs in several processes should not."""
     return stage.device and executor.has_device() and not (stage.ranks and ranks.count() > 1)
 
 
 def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
-    """Verify the checksums of the artifacts that a stage reads. Raise PunaError if an artifact is damaged.
+    """Verify the checksums of the files that a stage reads. Raise PunaError if an artifact is damaged.
 
-    All inputs are verified after the run, so that no result of damaged bytes is committed. Before the run, only inputs of `device` stages
-    are, since verification costs about 3 % of a curation. `quick`: compare only sizes and times.
+    All inputs are verified after the run, so that nothing made from damaged bytes is committed. Before the run only inputs of `device`
+    stages are, since verification costs about 3 % of a curation run. `quick`: compare only sizes and modification times.
     """
     for spec in stage.inputs:
         for item in inputs[spec.name]:
@@ -137,7 +137,7 @@ def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External
 def _check_after(
     stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, work: Work, error: Exception | None = None
 ) -> None:
-    """Verify the inputs after the run. If an input is damaged, discard the output and raise PunaError, with `error` as its cause."""
+    """Verify the inputs after the run. If one is damaged, discard the output and raise PunaError, with `error` as its cause."""
     try:
         _check_inputs(stage, inputs, store)
     except PunaError as damage:
@@ -152,20 +152,20 @@ def _on_worker(
     """Run the stage on a worker; return its artifact and whether it was reused. Raise PunaError if `__main__` holds it or stores differ."""
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
-        raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from here: declare it in a module")
+        raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from `__main__`; declare it in a module")
     inputs = rank_jobs.to_json(stage, given)
     call = submit(_perform_there, module, stage.name, config, inputs, root, store.project, run=run, part_rows=part_rows)
     kind, key, reused = call.result()
     artifact = store.find(kind, key)
     if artifact is None:
-        raise PunaError(f"stage {stage.name}: the worker that ran it wrote to another {root}; give both a folder that they share")
+        raise PunaError(f"stage {stage.name}: the worker wrote to another store, {root}; give both processes a shared folder")
     return artifact, reused
 
 
 def _perform_there(
     module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, project: str, **how: Any
 ) -> tuple[str, str, bool]:
-    """Run a stage in a worker; return kind and key of its artifact, and whether it was reused."""
+    """Run a stage in a worker process; return its artifact's kind and key, and whether it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
     values = rank_jobs.from_json(stage, sent, store)
@@ -174,7 +174,7 @@ def _perform_there(
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
-    """Return an older artifact that `accept` made equivalent, else that of this identity; None if both are gone, damaged or suspect."""
+    """Return the artifact that `accept` made equivalent, else that of this identity; None if both are missing, damaged or suspect."""
     keys = dict.fromkeys((store.accepted_key(identity.key), identity.key))
     return next((artifact for key in keys if (artifact := _good(store.find(stage.kind, key), store)) is not None), None)
 
@@ -195,7 +195,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _cut(stage: Stage, inputs: dict[str, list[Artifact] | list[External]]) -> int:
-    """Return the number of shards of the first pages or documents among the inputs, the filtered input first; 0 without such an input."""
+    """Return the number of shards of the first input of pages or documents, with the filtered input considered first; 0 without one."""
     names = [stage.filters, *inputs] if stage.filters else [*inputs]
     corpora = [i for name in names for i in inputs[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
     return corpora[0].record().cut if corpora else 0
@@ -216,7 +216,7 @@ def _make(
             if isinstance(item, External):
                 item.check_unchanged()
     except PunaError:
-        work.discard()  # the parts were made by other code or inputs than the key names
+        work.discard()  # the code or the inputs are no longer those that the key was computed from
         raise
     filtered = stage.check(given)[stage.filters] if stage.filters else []
     if stage.kind == "signals":
@@ -236,7 +236,7 @@ def _make(
 
 
 def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) -> None:
-    """Raise PunaError unless every input row is kept or dropped exactly once: checked by id for a filtered input, else by number."""
+    """Raise PunaError unless every input row is kept or dropped exactly once. A filtered input is checked by id, others by row count."""
     kept, dropped = work.rows(stage.kind), work.rows("dropped")
     message = f"stage {stage.name}: {rows} rows came in, but {kept} were kept and {dropped} dropped"
     if kept + dropped != rows and not sources:
@@ -245,5 +245,5 @@ def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) ->
         output = [shard for table in (stage.kind, "dropped") for shard in work.shards(table, stage.kind)]
         came_in = [shard for artifact in sources for shard in artifact.shards()]
         if wrong := imbalance(Balance(came_in, output), max(1, work.cut), work.mapper):
-            ids = "; ".join(f"{i} is lost" if n > 0 else f"{i} is there {-n} times too often" for i, n in wrong)
+            ids = "; ".join(f"{i} is lost" if n > 0 else f"{i} occurs {-n} times too often" for i, n in wrong)
             raise PunaError(f"{message}; {rows - kept - dropped} are lost: {ids}")

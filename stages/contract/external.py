@@ -17,9 +17,9 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """A file of an external input. `name`: relative to the URI. `state`: size, time, ETag and the like when the digest was taken.
+    """A file of an external input. `name`: relative to the URI. `state`: size, modification time, ETag and so on when it was digested.
 
-    `address` may hold a signature or a password: only `location` is shown or recorded.
+    `address` may contain a signature or a password; show and record only `location`.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ExternalFile:
 
 @dataclass(frozen=True)
 class External:
-    """A named set of files at a URI, identified by file names and contents; a whole repository of the hub is identified by its commit."""
+    """A named set of files at a URI, identified by their names and contents; a whole hub repository is identified by its commit."""
 
     name: str
     uri: str
@@ -71,25 +71,25 @@ class External:
 
     @staticmethod
     def of(sent: dict[str, Any]) -> External:
-        """Return the external input that `dataclasses.asdict` turned into the dictionary `sent`."""
+        """Return the external input from a dictionary that `dataclasses.asdict` made."""
         return External(**{**sent, "files": tuple(ExternalFile(**file) for file in sent["files"])})
 
     def check_unchanged(self) -> None:
         for file in self.files:
             if file.has_changed():
-                raise PunaError(f"input {self.name}: {file.location} was changed or removed while it was read; run again once it is stable")
+                raise PunaError(f"input {self.name}: {file.location} was changed or removed while it was read; run again when it is stable")
 
     @classmethod
     def resolve(cls, text: str) -> list[External]:
-        """Return `[NAME=]URI` as inputs: a file, or a folder with everything below it.
+        """Return the inputs that `[NAME=]URI` stands for: a file, or a folder with everything below it.
 
-        Without a name, a flat folder of only archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
-        Any other URI gives one input, named after the URI's last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set and
-        `hf://OWNER/NAME[@REVISION]` a model, resolved to a commit. A path below either gives files. Raise PunaError for an unreadable URI.
-        """
+        Without a name, a flat folder that holds only archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
+        Any other URI gives one input, named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set and
+        `hf://OWNER/NAME[@REVISION]` a model, both resolved to a commit; with a path appended, they give files. Raise PunaError for an
+        unreadable URI."""
         name, _, uri = text.partition("=") if is_named(text) else ("", "", text)
         if not uri:
-            raise PunaError(f"input {text!r}: gives no file or folder; write [NAME=]URI")
+            raise PunaError(f"input {text!r} names no file or folder; write [NAME=]URI")
         if uri.startswith("hf://"):
             kind = "dataset" if uri.startswith("hf://datasets/") else "model"
             inside = uri.removeprefix("hf://").removeprefix("datasets/").strip("/").split("/")
@@ -106,7 +106,7 @@ class External:
 
 
 def public(uri: str) -> str:
-    """Return a URI without credentials: user, password, query (a presigned signature) and fragment."""
+    """Return a URI without credentials: without user, password, query (such as a presigned signature) and fragment."""
     parts = []
     for part in uri.split("::"):
         if "://" in part:
@@ -120,7 +120,7 @@ def public(uri: str) -> str:
 
 
 def without_secrets(text: str, uri: str) -> str:
-    """Return a message without the credentials of `uri` (those of at least 4 characters), percent-encoded or decoded."""
+    """Return a message without the credentials of `uri`, percent-encoded or not. Credentials shorter than 4 characters stay."""
     for form in dict.fromkeys((uri, unquote(uri))):
         text = text.replace(form, public(form))
         for part in form.split("::"):
@@ -134,7 +134,7 @@ def without_secrets(text: str, uri: str) -> str:
 
 ARCHIVES = (".warc", ".warc.gz", ".warc.zst", ".wet", ".wet.gz", ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 ROWS = (*ARCHIVES, ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst", ".json", ".json.zst", ".ndjson", ".ndjson.gz", ".gguf")
-"""File endings that are removed from names of inputs."""
+"""File endings that are removed when an input is named after a file."""
 CHUNK_BYTES = 1 << 22
 
 
@@ -154,12 +154,12 @@ def external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """Return a path's visible files, sorted. Raise PunaError for a link, except to a file below it or, in the hub's cache, to a blob."""
+    """Return a path's visible files, sorted. Raise PunaError for links that leave it, except the hub cache's links to blobs."""
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     files = []
 
-    def on_error(error: OSError) -> None:  # otherwise the folder's files would be missing silently
+    def on_error(error: OSError) -> None:  # otherwise the folder's files would be left out silently
         raise PunaError(f"input {root}: {error.filename} cannot be read ({error.strerror}); make it readable, or move it away") from error
 
     for folder, folders, names in os.walk(root, onerror=on_error) if root.is_dir() else ():
@@ -184,10 +184,10 @@ def _refusal(path: Path, whole: Path, is_folder: bool) -> str | None:
     except UnicodeEncodeError:
         return "has a name that is not UTF-8; rename it"
     if path.is_symlink() and is_folder:
-        return f"is a link to the folder {os.readlink(path)!r}, and such links are not followed; give the folder itself, or remove the link"
+        return f"is a link to the folder {os.readlink(path)!r}; links to folders are not followed: give the folder, or remove the link"
     if path.is_symlink() and not path.resolve().is_relative_to(whole):
-        return f"is a link to {os.readlink(path)!r}, which leads out of the folder; give the file itself, or remove the link"
-    return None if is_folder or path.is_file() else "is no file (a pipe, socket, device or a link to nothing); remove it"
+        return f"is a link to {os.readlink(path)!r}, outside the folder; give the file itself, or remove the link"
+    return None if is_folder or path.is_file() else "is not a regular file (it is a pipe, socket, device or broken link); remove it"
 
 
 def _files(uri: str) -> Iterator[ExternalFile]:
@@ -197,7 +197,7 @@ def _files(uri: str) -> Iterator[ExternalFile]:
     try:
         system, root = fsspec.core.url_to_fs(uri)
         if not system.exists(root):
-            raise PunaError(f"input {public(uri)}: there is no such file or folder")
+            raise PunaError(f"input {public(uri)}: no such file or folder")
         if isinstance(system, LocalFileSystem):
             addresses = _local(Path(root))
         else:
@@ -206,8 +206,8 @@ def _files(uri: str) -> Iterator[ExternalFile]:
         raise
     except Exception as error:  # noqa: BLE001 - every file system of fsspec has errors of its own: credentials, hosts, protocols
         message = without_secrets(str(error).strip(), uri) or type(error).__name__
-        # `from None`: the error's own text may hold a signature, and a traceback would show it.
-        raise PunaError(f"input {public(uri)}: cannot be looked at ({message}); give a path or another URI") from None
+        # `from None`: the original error's text may contain a signature, which a traceback would show.
+        raise PunaError(f"input {public(uri)}: cannot be accessed ({message}); give a path or another URI") from None
     addresses = [a for a in addresses if not any(p.startswith(".") for p in PurePosixPath(a[len(root) :]).parts)]
     if not addresses:
         raise PunaError(f"input {public(uri)}: the folder is empty")
@@ -223,8 +223,8 @@ def _files(uri: str) -> Iterator[ExternalFile]:
 
 
 def _digest(address: str, system: Any) -> tuple[int, str, str]:
-    """Return a file's size in bytes, its SHA-256, and its state before the first read: size, modification time, ETag and so on."""
-    # Taken before the first read, so that later writes count as a change.
+    """Return a file's size in bytes, its SHA-256, and its state: size, modification time, ETag and so on."""
+    # The state is taken before the first read, so that a write during reading counts as a change.
     version = _state(system.info(address))
     state, size = hashlib.sha256(), 0
     with system.open(address, "rb") as handle:
@@ -239,7 +239,7 @@ def _state(info: dict[str, Any]) -> str:
 
 
 def _hub(name: str, place: str, kind: str) -> External:
-    """Return a data set or model of the Hugging Face hub, `OWNER/NAME[@REVISION]`: identified by its commit, and read when it is used."""
+    """Return a data set or model of the Hugging Face hub, `OWNER/NAME[@REVISION]`. Its commit identifies it; it is downloaded when used."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -251,8 +251,8 @@ def _hub(name: str, place: str, kind: str) -> External:
         commit = ask(repository, revision=revision or None).sha
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise PunaError(f"input {place}: the hub does not give {what} {repository} ({reason})") from error
-    # The address holds the commit, so that later reads get the digested content.
+        raise PunaError(f"input {place}: the hub has no {what} {repository} that can be read ({reason})") from error
+    # The address contains the commit, so that later reads get the content that was identified.
     address = f"{repository}@{commit}"
     prefix = "hf://datasets/" if kind == "dataset" else "hf://"
     return External(name or repository.rpartition("/")[2], f"{prefix}{address}", (), hashlib.sha256(address.encode()).hexdigest())

@@ -1,4 +1,4 @@
-"""Measurement of a stage's time and memory, in its process and in all workers, local or remote."""
+"""Measurement of a stage's time and memory, in its own process and in all workers, local or remote."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from puna.stages.executors import PartExecutor
 
 EVERY_SECONDS = 0.2
 LOOKS = 10
-"""Number of memory samples between two listings of processes; a listing costs milliseconds."""
+"""Number of memory samples between two listings of the child processes; a listing takes milliseconds."""
 
 
 class Meter:
     """A meter of the code inside its `with` block: `seconds`, `cpu_seconds` and `peak_bytes`.
 
-    It covers this process, its `multiprocessing` workers and processes started meanwhile, but no earlier process, such as a server.
-    `cpu_seconds` sums user and system time. `peak_bytes` is the largest sum of resident memory, sampled every 0.2 seconds; a new process is
-    seen within two seconds. Shorter peaks are missed; shared memory counts in each process. Workers of a cluster report to `executor`: all
-    their CPU time counts, and the memory of the largest. So it is with other ranks, which `rank_jobs.call` asks.
+    It covers this process, its `multiprocessing` workers and the processes started inside the block, but no earlier ones, such as a server.
+    `cpu_seconds` is user plus system time. `peak_bytes` is the largest sum of resident memory, sampled every 0.2 seconds, so shorter peaks
+    are missed. New processes are found within two seconds; shared memory is counted once per process. Workers of a cluster report to
+    `executor`, and other ranks to `rank_jobs.call`: all their CPU time counts, but only the memory of the largest.
     """
 
     def __init__(self, executor: Executor | None = None) -> None:
@@ -76,13 +76,13 @@ class Meter:
         return processes
 
     def _cpu_of(self, below: Iterable[psutil.Process]) -> float:
-        # An ended process adds its CPU time to its parent's, so no time is lost between two samples.
+        # A process that ends adds its CPU time to its parent's, so no time is lost between samples.
         mine = self._me.cpu_times()
         return float(mine.children_user + mine.children_system) + sum(_cpu(p) for p in below)
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
-    """Return the child processes. Linux lists them; elsewhere a scan of all processes takes milliseconds."""
+    """Return the child processes. Linux lists them; elsewhere all processes are scanned, which takes milliseconds."""
     processes: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         try:

@@ -25,8 +25,8 @@ from puna.storage.schemas import table_schema
 
 
 def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> list[Any]:
-    """Call the stage's function, on all ranks if the stage is declared with `ranks`. Raise PunaError if a layout does not fit the ranks.
-    Return the other ranks' CPU seconds and peak memory in bytes."""
+    """Call the stage's function, on all ranks if it is declared with `ranks`; return the other ranks' CPU seconds and peak memory in bytes.
+    Raise PunaError if a layout does not fit the number of ranks."""
     check(stage, config)
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
@@ -49,13 +49,13 @@ def to_json(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
 
 
 def from_json(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[str, Any]:
-    """Return the inputs that rank 0 sent. Raise PunaError if the store, as this rank sees it, lacks an artifact."""
+    """Return the inputs that rank 0 sent. Raise PunaError if an artifact is missing from the store as this rank sees it."""
     values: dict[str, Any] = {}
     for spec in stage.inputs:
         items = [External.of(item) if isinstance(item, dict) else store.find(*item) for item in inputs[spec.name]]
         if None in items:
             kind, key = inputs[spec.name][items.index(None)]
-            raise PunaError(f"stage {stage.name}: {store.uri} on this machine lacks {kind}/{key[:12]}; give all ranks a shared folder")
+            raise PunaError(f"stage {stage.name}: {store.uri} on this machine lacks {kind}/{key[:12]}; use a folder that all ranks share")
         values[spec.name] = items if spec.many else items[0] if items else None
     return values
 
@@ -67,15 +67,15 @@ def check(stage: Stage, config: StageConfig) -> None:
 
 
 def misfits(stage: Stage, config: StageConfig) -> list[str]:
-    """Return an error message for `generate`, and for each layout in `config`, that does not fit the number of processes."""
+    """Return an error message for each layout in `config`, and for `generate`, that does not fit the number of processes."""
     lines, apart, there = list[str](), getattr(config, "generate", 0), ranks.count()
     if apart >= max(there, 1):
-        lines.append(f"generate = {apart} needs {apart + 1} processes at least; start with --processes, or with torchrun")
+        lines.append(f"generate = {apart} needs at least {apart + 1} processes; start with --processes, or with torchrun")
     for path, layout in layouts(config) if not lines else ():
         if layout.processes > 1 and not stage.ranks:
             lines.append(f"{path} cannot be {layout}: this stage trains in one process")
         elif layout.processes > 1 and (needed := layout.processes + apart) != there:
-            lines.append(f"{path} = {layout} needs {needed} processes, and {there} run; start with --processes {needed}, or with torchrun")
+            lines.append(f"{path} = {layout} needs {needed} processes, but {there} run; start with --processes {needed}, or with torchrun")
     return lines
 
 
@@ -95,21 +95,21 @@ class FollowerRun(StageRun):
         super().__init__(stage.name, stage.kind, config, SimpleNamespace(output=folder, scratch=scratch))  # type: ignore[arg-type]
 
     def _nothing(self, *args: Any, **more: Any) -> None:
-        """Do nothing: rank 0 writes."""
+        """Do nothing, since rank 0 writes."""
 
     write = write_rows = rows_once = metric = figure = _nothing
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Call `make` if rank 0 calls it, since all ranks compute together; discard the rows, and return an empty table."""
+        """Call `make` if rank 0 calls it, since all ranks compute together. Discard the rows and return an empty table."""
         if ranks.agree(False):
             make()
         return table_schema(self.kind).schema.empty_table().select(columns)
 
 
 def do(job: dict[str, Any]) -> None:
-    """Run the stage of rank 0's job on this rank. Raise PunaError if the stage is not loaded: a message must not choose code to import."""
+    """Run the stage named in rank 0's job. Raise PunaError if it is not loaded here: a message must not cause arbitrary imports."""
     if job["stage"] not in REGISTRY:
-        raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded: give all ranks the same command line")
+        raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded; start all ranks with the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])
     config = parse(stage.config, job["config"], stage.name)
     arguments = from_json(stage, job["inputs"], store).values()

@@ -1,4 +1,4 @@
-"""`StageRun`, with which a stage distributes its work, writes its artifact, and reports metrics and progress."""
+"""`StageRun`, through which a stage distributes its work, writes its artifact, and reports metrics and progress."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gathe
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
 
-MACHINE_ERRORS = (PunaError, ImportError, OSError)  # of the machine or of another input: no row is dropped for these
+MACHINE_ERRORS = (PunaError, ImportError, OSError)  # errors of the machine or of another input; no row is dropped for them
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot as data: named series of (x, y) points; x may be a category's name in a bar plot. `lines`: named horizontal lines."""
+    """A plot as data: named series of (x, y) points. In a bar plot, x may be a category name. `lines`: named horizontal lines."""
 
     title: str
     x: str
@@ -74,26 +74,26 @@ class StageRun:
             yield result
 
     def parts(self, artifact: Artifact, table: str | None = None, columns: list[str] | None = None) -> list[Part]:
-        """Return the parts of a table of the artifact (None: the main table), to pass to `map`."""
+        """Return the parts of a table (None: the main table) of the artifact, to pass to `map`."""
         return artifact.parts(table, columns, self._part_rows)
 
     def transform(
         self, function: Callable[..., Any], artifact: Artifact, *args: Any, table: str | None = None, columns: list[str] | None = None
     ) -> list[Any]:
-        """Apply `function(rows, *args)` to each part of a table of `artifact`; write the results by shard. Return the JSON values.
+        """Apply `function(rows, *args)` to each part of a table of `artifact`, and write the results shard by shard. Return the JSON
+        values.
 
-        The function returns the main table, or tables by name; or a tuple of either and a JSON value. If an argument is another table
-        (`artifact.beside`, an exchange by id), the function gets this table's rows with the part's ids. Of an exchange by `shard`, the
-        function gets the rows whose column `row` lies in the part; `row` then counts from the part's start. Finished shards survive a
-        crash. Unchanged documents are kept by reference.
-        """
+        The function returns the main table or a dictionary of tables, or a tuple of either and a JSON value. An argument that is another
+        table (`artifact.beside`, or an exchange by id) is replaced by its rows with the part's ids. An exchange by `shard` is replaced by
+        its rows whose column `row` lies in the part; `row` is then relative to the part's start. Finished shards survive a crash. Unchanged
+        documents are kept by reference."""
         return self._shards(function, artifact, args, table, columns, filtering=False)
 
     def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> list[Any]:
         """Keep the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the JSON values.
 
-        The function returns booleans, or a dictionary with these as `keep` and side tables by name; or a tuple of either and a JSON value.
-        The function gets only `columns`. Where rows can be kept by reference, other columns are not read, and no text is written.
+        The function returns booleans, or a dictionary with booleans under `keep` and side tables by name, or a tuple of either and a JSON
+        value. It gets only `columns`. If rows can be kept by reference, other columns are not read and no text is written.
         """
         return self._shards(function, artifact, args, None, columns, filtering=True)
 
@@ -126,7 +126,7 @@ class StageRun:
         return f"{what}{self._calls - 1}"
 
     def _run_and_claim(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
-        """Run the table-writing jobs that no earlier attempt finished. Claim the output of all jobs and return their JSON values."""
+        """Run the table-writing jobs that no earlier attempt finished. Add all jobs' output to the artifact; return their JSON values."""
         before = [self._work.earlier(name) for name in names]
         todo = [job for job, earlier in zip(jobs, before, strict=True) if earlier is None]
         results = map_in_order(self._executor, function, todo, ())
@@ -143,7 +143,7 @@ class StageRun:
     def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
         """Write the tables that `function(item, *args)` returns for each item. Workers write them; no rows pass through this process.
 
-        A stage must give the same items in every attempt. An item's rows form one shard if no other item has keys in their range.
+        A stage must pass the same items in every attempt. An item's rows form one shard if no other item has keys in their range.
         """
         call = self._next("produce")
         jobs = [Produce(function, item, args, self.kind, f"{call}-{n:06d}", self._work.staging) for n, item in enumerate(items)]
@@ -153,8 +153,8 @@ class StageRun:
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
         """Write the tables of `function(rows, *args)` for each of `cut` shards of an exchange by id. Return the JSON values of all calls.
 
-        The function returns tables by name, or a tuple of these and a JSON value. To save memory, each call gets one partition's rows.
-        """
+        The function returns a dictionary of tables, or a tuple of it and a JSON value. Each call gets only one partition's rows, to save
+        memory."""
         call = self._next("shards")
         self._work.cut = cut
         jobs = []
@@ -168,10 +168,10 @@ class StageRun:
     def exchange(
         self, function: Callable[..., Any], items: Sequence[Any], *args: Any, by: str, partitions: int, rows: int | None = None
     ) -> Exchange:
-        """Compute rows by `function(item, *args)` and partition them on disk by the column `by`. Finished jobs survive a crash.
+        """Compute rows with `function(item, *args)` and partition them on disk by the column `by`. Finished jobs survive a crash.
 
         The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. The leading bits of `by`
-        (uint64 or an id) choose the partition, or `by` is the partition's number (int32).
+        (uint64 or an id) determine the partition, or `by` is the partition number (int32).
         """
         call, runs = self._next("exchange"), level(partitions)
         exchange = gather(self._work.files, self._regroup(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
@@ -185,7 +185,7 @@ class StageRun:
     def _regroup(
         self, call: str, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], by: str, count: int, runs: list[range]
     ) -> list[Scattered]:
-        """Write the items' rows by partition. `runs`: a range of partitions for each item, or one range for all; see `Scatter`."""
+        """Write the items' rows by partition. `runs`: a range of partitions per item, or one range for all items; see `Scatter`."""
         names = [Scatter(self._work.staging, f"{call}-{n:05d}", by, count, runs[n % len(runs)]) for n in range(len(items))]
         jobs = [Scattering(function, item, args, how) for item, how in zip(items, names, strict=True)]
         results = []
@@ -202,7 +202,7 @@ class StageRun:
         self._written += 1
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
-        """Append rows given as dictionaries. A column that no row has is null; raise PunaError if it must not be null."""
+        """Append rows given as dictionaries. A column that is missing in all rows becomes null; raise PunaError if it must not be null."""
         if rows:
             self.write(_table(rows, name or self.kind), name)
         else:
@@ -211,17 +211,18 @@ class StageRun:
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
         """Write the rows that `make` returns to the main table, in this process; return their `columns`.
 
-        Rows written before a crash are read back without calling `make`. Under one `name`, rows must be the same in every attempt.
+        Rows written before a crash are read back without calling `make`. A given `name` must stand for the same rows in every attempt.
         """
         job = f"{self.kind}-once-{name}"
-        ranks.agree(self._work.earlier(job) is None)  # True: the rows are missing, and the other ranks call `make`, too
+        ranks.agree(self._work.earlier(job) is None)  # True: the rows are missing, so the other ranks call `make`, too
         self.rows_once(name, make)
         staged = self._work.earlier(job)
         tables = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
 
     def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
-        """Write the rows that `make` returns to `table` (None: the main). Rows written before a crash are reused without calling `make`."""
+        """Write the rows that `make` returns to `table` (None: the main one). Rows written before a crash are reused without calling
+        `make`."""
         staged = self._work.earlier(f"{(table := table or self.kind)}-once-{name}")
         if staged is None:
             self._work.add(table, _table(make(), table), f"once-{name}")
@@ -252,14 +253,14 @@ class StageRun:
         self.figures[name] = figure
 
     def count_input(self, rows: int) -> None:
-        """Add to the number of input rows. After the stage, the output and `dropped` must have this number of rows together."""
+        """Add to the number of input rows. At commit, output and `dropped` together must have this number of rows."""
         self.input_rows = (self.input_rows or 0) + rows
 
     def seed(self, *names: Any) -> int:
         """Return a 63-bit seed that depends only on the configuration's seed and `names`. Raise PunaError if there is no seed."""
         base = getattr(self.config, "seed", None)
         if base is None:
-            raise PunaError(f"stage {self.stage}: its configuration has no seed; derive it from SeededConfig")
+            raise PunaError(f"stage {self.stage}: its configuration has no seed; derive the configuration class from SeededConfig")
         text = "\0".join([str(base), *map(str, names)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -18,12 +18,12 @@ from puna.storage.schemas import table_schema
 from puna.storage.staging import Damaged, Outputs, Staged, Staging
 
 STREAMED = ("pages", "documents", "tokens")
-"""Main tables that are written in order, row by row; other tables wait for the shard's end."""
+"""Main tables that are written in order, row by row; other tables are written at the end of the shard."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that transforms one shard of a table. `span`: the shard's range of ids; `facts`, `shift`: see `Work.refers`."""
+    """A job that transforms one shard of a table. `span`: the shard's range of ids. `facts`, `shift`: see `Work.refers`."""
 
     function: Callable[..., Any]
     kind: str
@@ -83,7 +83,7 @@ def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
 
 
 def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
-    """Finish writing a shard's tables, and return them. A table with rows outside the shard's id range gets no shard number."""
+    """Finish a shard's tables and return them. A table with rows outside the shard's id range gets no shard number."""
     if not cut or span is None:
         return outputs.finish(info=info)
     staged = outputs.finish(number=number, cut=cut, info=info)
@@ -97,7 +97,7 @@ def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str 
 
 
 def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
-    """Return the source number (as in `Work.refers`) and the row number of each of the rows start:stop."""
+    """Return two arrays for the rows start:stop: each row's source number (as in `Work.refers`) and its row number in that source."""
     source, row = job.rows.place(start, stop)
     return source + job.shift, row
 
@@ -115,13 +115,13 @@ def _keep(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, kee
 
 
 def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, new_rows: pa.Table) -> None:
-    """Keep unchanged documents by reference and write the others. Raise PunaError for ids that `rows` lacks."""
+    """Keep unchanged documents by reference and write the others. Raise PunaError for ids that are not in `rows`."""
     if _share_memory(new_rows["id"], rows["id"]):
         at = np.arange(rows.num_rows)
     else:
         place = pc.index_in(new_rows["id"], value_set=rows["id"].combine_chunks())
         if place.null_count:
-            raise PunaError("a stage's function returned documents with ids that its input rows do not have")
+            raise PunaError("a stage's function returned documents whose ids are not among its input rows")
         at = np.asarray(place.combine_chunks() if isinstance(place, pa.ChunkedArray) else place)
     if len(at) > 1 and not (np.diff(at) > 0).all():
         order = np.argsort(at)
@@ -141,7 +141,7 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
 
 
 def _share_memory(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
-    """True if two columns share their memory and need no comparison."""
+    """True if two columns share their memory, so that comparing them is unnecessary."""
     if one.num_chunks != other.num_chunks:
         return False
     places = (
@@ -153,7 +153,7 @@ def _share_memory(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
 
 @dataclass(frozen=True)
 class Produce:
-    """A job that writes the tables of one item. `shard`: shard number, number of shards and id range, if the tables form one shard."""
+    """A job that writes the tables of one item. `shard`: (shard number, number of shards, id range) if the tables form one shard."""
 
     function: Callable[..., Any]
     item: Any
@@ -170,12 +170,12 @@ def produce_tables(job: Produce) -> list[Staged]:
         infos: list[Any] = []
         for item in [job.item] if job.shard is None else job.item.pieces(*job.shard[2]):
             infos += _add(outputs, job, item)
-            del item  # frees the memory for the next rows
+            del item  # frees memory before the next rows
         return outputs.finish() if job.shard is None else _finish_shard(outputs, *job.shard, infos)
 
 
 def _add(outputs: Outputs, job: Produce, item: Any) -> list[Any]:
-    """Add the tables of one item; return the values that came with them."""
+    """Add the tables of one item; return the JSON values that were returned with them."""
     tables, *info = made_of(job.function(item, *job.args))
     for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
         outputs.add(table, with_meanings(table, rows))

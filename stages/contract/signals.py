@@ -1,8 +1,7 @@
-"""Signals: numbers and words about documents. A signal is declared once, with name, type, unit and meaning.
+"""Signals: numbers and words that describe a document. Each is declared once, with name, type, unit and meaning.
 
-A stage declares the signals that it computes itself with `declare_signal`. A signal that depends on one document alone is a Python
-function declared with `@signal` and measured by `heuristics`; compiled code may replace the function.
-"""
+A stage declares the signals that it computes itself with `declare_signal`. A signal that depends on one document alone is a Python function
+declared with `@signal`; `heuristics` measures it, and compiled code may replace the function."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ Definition = Callable[..., Value]
 F = TypeVar("F", bound=Definition)
 TYPES: dict[type, pa.DataType] = {float: pa.float64(), int: pa.int64(), str: pa.string()}
 COLUMNS = ("text", "title", "url", "source")
-"""Columns of a document that a definition may take as parameters."""
+"""Columns of a document that a signal's function may take as parameters."""
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A number or word about a document.
+    """A number or word that describes a document.
 
-    `kind`: float, int or str. `optional`: may be null for every document of a corpus. `definition`: Python function whose parameters
-    name columns of the document. `compiled`: name of the compiled measurement that computes the signal, empty for none.
+    `kind`: float, int or str. `optional`: may be null for every document of a corpus. `definition`: Python function whose parameters name
+    columns of the document. `compiled`: name of the compiled measurement that computes the signal; empty for none.
     """
 
     name: str
@@ -53,11 +52,11 @@ class Signal:
 
 SIGNALS: dict[str, Signal] = plugins.registry({}, lambda signal: signal.module)
 FAILURE = "failure"
-"""Name of the signal that says why a document was not measured; it is null for measured documents."""
+"""Name of the signal that gives the reason why a document was not measured; it is null for measured documents."""
 
 
 def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: bool = False) -> Signal:
-    """Declare a signal that a stage computes by itself. Raise TypeError for a bad name or type, or a name of another module."""
+    """Declare a signal that a stage computes itself. Raise TypeError for an invalid name or type, or a name of another module."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_globals["__name__"] if frame and frame.f_back else ""
     return _register(Signal(name, kind, unit, meaning, caller, optional))
@@ -66,22 +65,22 @@ def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: 
 def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = False, compiled: str = "") -> Callable[[F], F]:
     """Declare a function as the definition of a signal.
 
-    The parameters are columns of a document (text, title, url, source). The return annotation is the type: float, int or str, with
-    `| None` if a document may have no value. Name and meaning default to the function's name and the first paragraph of its docstring.
+    Its parameters are columns of a document (text, title, url, source). Its return annotation is the type: float, int or str, with `| None`
+    if the signal may be missing for a document. Name and meaning default to the function's name and the first paragraph of its docstring.
     Raise TypeError for a function that does not fit."""
 
     def declare(function: F) -> F:
         label = name or function.__name__
         text = meaning or " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
         if not text:
-            raise TypeError(f"signal {label}: needs a docstring, which says what it means")
+            raise TypeError(f"signal {label}: needs a docstring that says what it means")
         returned = get_type_hints(function).get("return")
         kinds = [kind for kind in (get_args(returned) or (returned,)) if kind is not type(None)]
         if len(kinds) != 1 or kinds[0] not in TYPES:
-            raise TypeError(f"signal {label}: its definition returns {returned}; annotate float, int or str, or these with | None")
+            raise TypeError(f"signal {label}: its definition returns {returned}; annotate float, int or str, or one of them with | None")
         wrong = [parameter for parameter in inspect.signature(function).parameters if parameter not in COLUMNS]
         if wrong or not inspect.signature(function).parameters:
-            raise TypeError(f"signal {label}: its definition takes {wrong or 'nothing'}; its parameters are some of {', '.join(COLUMNS)}")
+            raise TypeError(f"signal {label}: its definition takes {wrong or 'nothing'}; it may take {', '.join(COLUMNS)}")
         _register(Signal(label, kinds[0], unit, text, function.__module__, optional, function, compiled))
         return function
 
@@ -90,9 +89,9 @@ def signal(*, unit: str, name: str = "", meaning: str = "", optional: bool = Fal
 
 def _register(new: Signal) -> Signal:
     if not new.name.isidentifier() or new.name == "id":
-        raise TypeError(f"signal {new.name!r}: a name is made of letters, digits and underscores, and is not 'id'")
+        raise TypeError(f"signal {new.name!r}: a name consists of letters, digits and underscores, and is not 'id'")
     if new.kind not in TYPES:
-        raise TypeError(f"signal {new.name}: is {new.kind}; a signal is float, int or str")
+        raise TypeError(f"signal {new.name}: its type is {new.kind}; it must be float, int or str")
     before = SIGNALS.get(new.name)
     if before is not None and before.module != new.module:
         raise TypeError(f"signal {new.name} is declared twice, in {before.module} and in {new.module}; rename one")
@@ -101,23 +100,23 @@ def _register(new: Signal) -> Signal:
 
 
 def with_meanings(name_of_table: str, table: pa.Table) -> pa.Table:
-    """Return the table; a table `signals` gets declared types, units and meanings. Raise PunaError for an undeclared or mistyped signal."""
+    """Return a table `signals` with its declared types, units and meanings, other tables unchanged. Raise PunaError for bad signals."""
     for at, name in enumerate(table.schema.names if name_of_table == "signals" else ()):
         if name == "id":
             continue
         if name not in SIGNALS:
             raise PunaError(f"signal {name!r} is not declared; declare it with `signal` or `declare_signal` of puna.stages.contract")
         field = SIGNALS[name].field
-        with errors_at(f"signal {name} is declared as {field.type}", pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        with errors_at(f"signal {name} must have its declared type {field.type}", pa.ArrowInvalid, pa.ArrowNotImplementedError):
             table = table.set_column(at, field, table.column(at).cast(field.type))
     return table
 
 
 def check_measured(rows: int, values: dict[str, int]) -> None:
-    """Raise PunaError if a signal that is not optional is null for all measured rows. `values`: signal → number of values."""
+    """Raise PunaError if a signal that is not optional is null in all measured rows. `values`: signal → number of non-null values."""
     for name, count in values.items():
         if rows > values.get(FAILURE, 0) and not count and not SIGNALS[name].optional:
             raise PunaError(
-                f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents: its measurement gives no value. "
-                "Fix the measurement, or declare the signal optional if a corpus may have none"
+                f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents, so its measurement failed. "
+            "Fix it, or declare the signal optional if a corpus may have none"
             )

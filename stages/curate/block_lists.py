@@ -1,4 +1,4 @@
-"""`block_lists`: the stage that reads lists of unwanted domains, URLs, words and regular expressions into an artifact."""
+"""`block_lists`: read lists of unwanted domains, URLs, words and regular expressions into an artifact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BlockListsConfig(StageConfig):
 
 
 class Job(NamedTuple):
-    """A file to read, the kind of its lines ("": domains or URLs), and the rule of its entries."""
+    """A file to read, the kind of its lines ("": domains or URLs), and the rule that its entries get."""
 
     file: ExternalFile
     kind: str
@@ -42,11 +42,11 @@ class Job(NamedTuple):
 def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun) -> None:
     """Read lists of unwanted sites for `url_filter`.
 
-    An input may be a tree in the layout of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored).
-    The rules of a tree are `url_CATEGORY`. Other inputs hold domains and domain/path prefixes, one per line; the rule is `url_INPUT`. `#`
-    begins a comment, except in expressions. Hosts files, `||domain^` and compressed files (gz, xz, zst) are read, too. An entry of several
-    lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep, not_a_word, …).
-    """
+    An input may be a tree in the format of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored);
+    its rules are named `url_CATEGORY`. Other inputs hold domains and domain/path prefixes, one per line; their rule is `url_INPUT`. `#`
+    starts a comment, except in expressions. Hosts files, `||domain^` and compressed files (gz, xz, zst) can also be read. An entry in
+    several lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep,
+    not_a_word, …)."""
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
     for number, (entries, bad) in enumerate(run.map(_read, jobs, rows=len(jobs))):
@@ -72,7 +72,7 @@ def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
                 seen.add(path.parent.name)
                 yield Job(file, _kind(path), f"url_{path.parent.name}")
     if missing := sorted(set(config.categories) - seen):
-        raise PunaError(f"block_lists.categories: no input has the folder {missing[0]!r}; read were {', '.join(sorted(seen)) or 'none'}")
+        raise PunaError(f"block_lists.categories: no input has the folder {missing[0]!r}; there are {', '.join(sorted(seen)) or 'none'}")
 
 
 def _kind(path: PurePosixPath) -> str:
@@ -89,7 +89,7 @@ def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
 
 
 def parse(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
-    """Return distinct (kind, entry) of valid lines of `kind` ('': domains or URLs), and (line number, fault, text) of each invalid line."""
+    """Return distinct (kind, entry) of the valid lines, and (line number, fault, text) of the invalid ones. `kind` '': domains or URLs."""
     entries: dict[tuple[str, str], None] = {}
     bad: list[tuple[int, str, str]] = []
     for number, line in enumerate(lines, 1):
@@ -120,7 +120,7 @@ def _word(text: str) -> Parsed:
 
 
 def _place(entry: str) -> Parsed:
-    """Return (kind, entry) or None, and the fault (empty for a host without a dot). An entry is a domain or a URL without its scheme."""
+    """Return ((kind, entry) or None, fault). An entry is a domain, or a URL without its scheme. A host without a dot gives (None, "")."""
     columns = entry.split()
     entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
     if SIMPLE.fullmatch(entry):
@@ -131,7 +131,7 @@ def _place(entry: str) -> Parsed:
             return None, "not_an_address"
         host, path, query = address.host.removeprefix("www."), address.path.rstrip("/"), address.query
     if not path and not query and urls.public_suffix(host):
-        return None, "public_suffix" if "." in host else ""  # hosts files have names without a dot, which match no site
+        return None, "public_suffix" if "." in host else ""  # hosts files have names without a dot (localhost): no site
     if path.count("/") > DEPTH and not query:
         return None, "too_deep"
     return ("url" if path or query else "domain", host + path + (f"?{query}" if query else "")), ""

@@ -15,11 +15,11 @@ from puna.stages.curate.classifiers.fold_models import ABOUT, About, Trained, lo
 from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
 
-declare_signal("code_line_fraction", float, "fraction of lines", "lines, in the characters read, that read as code", optional=True)
-declare_signal("formulas", int, "marks", "commands of TeX and characters of formulas in the characters read", optional=True)
-declare_signal("reasoning_words", int, "distinct words", "words of deduction and calculation in the characters read", optional=True)
-declare_signal("code_score", float, "probability", "probability of a page with code, by a model that did not see it", optional=True)
-declare_signal("reasoning_score", float, "probability", "probability of reasoning, by a model that did not see it", optional=True)
+declare_signal("code_line_fraction", float, "fraction of lines", "lines that look like code, in the characters read", optional=True)
+declare_signal("formulas", int, "marks", "number of TeX commands and formula characters in the characters read", optional=True)
+declare_signal("reasoning_words", int, "distinct words", "deduction and calculation words in the characters read", optional=True)
+declare_signal("code_score", float, "probability", "probability that the page contains code, from a model not trained on it", optional=True)
+declare_signal("reasoning_score", float, "probability", "probability of reasoning, from a model not trained on it", optional=True)
 KINDS = ("code", "reasoning")
 OTHER = "other"
 JUDGEMENT = "{}_judgement"
@@ -34,15 +34,15 @@ class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
     epochs: int = fasttext.EPOCHS(15)
     max_characters: int = fasttext.MAX_CHARACTERS(2000)
     class_ratio: float = Field(10.0, ge=1, description="Maximum ratio of training pages of the larger class to the smaller class")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are all code: neither examples nor scored")
-    min_code_lines: int = Field(3, ge=1, description="Minimum number of lines of code that label a page as code")
-    min_code_line_fraction: float = Field(0.1, gt=0, le=1, description="Minimum fraction of lines of code that labels a page as code")
-    max_code_line_fraction: float = Field(0.02, ge=0, lt=1, description="Maximum fraction of code lines on a page labelled as without code")
-    min_reasoning_words: int = Field(3, ge=1, description="Minimum number of different words of deduction that label a page as reasoning")
-    min_formulas: int = Field(3, ge=1, description="Minimum formula marks that, with half of min_reasoning_words, label as reasoning")
-    max_reasoning_words: int = Field(1, ge=0, description="Maximum deduction words, without formulas, that label a page as not reasoning")
-    min_judgement: float = Field(3.0, description="Minimum grade of a positive, if a judge's grades are given")
-    min_labels: int = Field(20, ge=2, description="Minimum positives, and negatives, to train a classifier; else its score is null")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are all code; not used for training or scored")
+    min_code_lines: int = Field(3, ge=1, description="Minimum number of code lines for the label code")
+    min_code_line_fraction: float = Field(0.1, gt=0, le=1, description="Minimum fraction of code lines for the label code")
+    max_code_line_fraction: float = Field(0.02, ge=0, lt=1, description="Maximum fraction of code lines for the label no code")
+    min_reasoning_words: int = Field(3, ge=1, description="Minimum number of different deduction words for the label reasoning")
+    min_formulas: int = Field(3, ge=1, description="Minimum formula marks that, with half of min_reasoning_words, give the label reasoning")
+    max_reasoning_words: int = Field(1, ge=0, description="Maximum deduction words, without any formulas, for the label no reasoning")
+    min_judgement: float = Field(3.0, description="Minimum grade of a positive example, if a judge's grades are given")
+    min_labels: int = Field(20, ge=2, description="Minimum positives and negatives to train a classifier; else its score is null")
 
     @model_validator(mode="after")
     def _labels_are_apart(self) -> TrainCodeReasoningConfig:
@@ -57,9 +57,9 @@ class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
 def train_code_reasoning(documents: Documents, labels: list[Signals] | None, config: TrainCodeReasoningConfig, run: StageRun) -> None:
     """Train two fastText classifiers: of pages with code, and of pages with reasoning.
 
-    As in Llama 3 (arXiv 2407.21783, section 3.1.3), `labels` are a judge's grades (signals `code_judgement` and `reasoning_judgement` of
+    As in Llama 3 (arXiv 2407.21783, section 3.1.3), `labels` are a judge's grades (signals `code_judgement` and `reasoning_judgement` from
     `judge`; null: not judged). Without `labels`, counts of code lines, deduction words and formulas label the pages with clearly many or
-    few of them. The figures then measure consistency, not truth. A kind with too few labels gets no classifier.
+    clearly few of them; the figures then measure consistency, not truth. A classifier with too few labels is not trained.
     """
     graded = _graded_labels(labels) if labels else None
     examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)
@@ -71,11 +71,11 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
 
 @stage(kind="signals", signals=("code_score", "reasoning_score", "code_line_fraction", "formulas", "reasoning_words"))
 def code_reasoning(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Score documents with the classifiers of `train_code_reasoning`: for code, and for reasoning.
+    """Score documents with the two classifiers of `train_code_reasoning`, for code and for reasoning.
 
-    `code_score` and `reasoning_score` are probabilities by models that did not see the document, null if there were too few
-    labels for training. `code_line_fraction`, `formulas` and `reasoning_words` are measured in the characters read.
-    All signals are null for documents of the classifier's exempt sources.
+    `code_score` and `reasoning_score` are probabilities from models that were not trained on the document; null if there were too few
+    labels for training. `code_line_fraction`, `formulas` and `reasoning_words` are measured in the characters read. All signals are null
+    for documents of the classifier's exempt sources.
     """
     load_classifier(classifier, "code_reasoning")
     run.transform(_score, documents, classifier, columns=["id", "source", "text"])
@@ -135,7 +135,7 @@ def _graded_labels(labels: list[Artifact]) -> dict[str, Artifact]:
         having = [artifact for artifact in labels if name in artifact.columns("signals")]
         if len(having) != 1:
             ids = ", ".join(artifact.id for artifact in labels)
-            problem = f"one of {ids} is to have the signal {name!r} of a judge's grades; {len(having)} have it"
+            problem = f"exactly one of {ids} must have the signal {name!r} of a judge's grades, but {len(having)} have it"
             raise PunaError(f"train_code_reasoning.labels: {problem}")
         (result[kind],) = having
     return result

@@ -1,4 +1,4 @@
-"""Contamination of an evaluation set: the questions that occur in a model's training data, and the model's scores without them."""
+"""Contamination of an evaluation set: which questions occur in a model's training data, and the model's scores without them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ COLUMNS = {
 """Columns of the tables that models are trained on."""
 FOLLOWED = ("model", "tokens")
 UNLEARNED = ("judges", "reward_model")
-"""Inputs that only score answers: their training data is not the model's."""
+"""Inputs that only score answers, so that their training data is not the model's."""
 
 
 class ContaminationConfig(DecontaminateConfig):
-    """Settings of the search for prompts in training data: the same as those of `decontaminate`."""
+    """Settings of the search for prompts in training data, the same as those of `decontaminate`."""
 
 
 class Source(NamedTuple):
-    """A table that a model was trained on, and the mixture that selected its documents, if there is one."""
+    """A table that a model was trained on, and the mixture, if any, that selected its documents."""
 
     artifact: Artifact
     mixture: Artifact | None
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A text that contains a prompt: the share of the prompt's n-grams, the text's id (later `SOURCE, ID`), the passage (may be empty)."""
+    """A text that contains a prompt: share of the prompt's n-grams, the text's id (later `SOURCE, ID`), and the passage (may be empty)."""
 
     share: float
     place: str
@@ -62,27 +62,27 @@ def contamination(
     instructions: list[Instructions] | None, preferences: list[Preferences] | None, evaluation: Evaluation | None,
     config: ContaminationConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Measure how many questions occur in training data: the data in the `model`'s lineage and the data given as inputs.
+    """Measure how many questions occur in training data: in the `model`'s lineage and in the given inputs.
 
-    A question is contaminated if `decontaminate` with these settings would drop a training text because of it. Held-out texts do not
-    count. The rows have each task's share `contaminated` and, given an `evaluation` of the prompts, the mean scores `score` (of all),
-    `score_clean` and `score_contaminated`. For each contaminated prompt, the side table `scores` has the largest `overlap`, and `examples`
-    the passage that was found. `tasks`: task files, whose questions are also searched for. `benchmark` takes the result as `overlaps`.
-    The metric `unknown_sources` counts sources in the lineage that the store lacks, and imported models, whose data are unknown.
+    A question is contaminated if `decontaminate` with these settings would drop a training text because of it. Held-out texts do not count.
+    Rows: per task, the share `contaminated` and, with an `evaluation` of the prompts, the mean scores `score` (of all questions),
+    `score_clean` and `score_contaminated`. The side table `scores` has the largest `overlap` of each contaminated prompt, and `examples`
+    the passage found. `tasks`: task files whose questions are also searched for. `benchmark` takes the result as `overlaps`. The metric
+    `unknown_sources` counts sources in the lineage that are missing from the store, and imported models, whose data is unknown.
     """
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
     learned, unknown = trained_on(model) if model is not None else ([], 0)
     sources += [one for one in learned if one.artifact.key not in {other.artifact.key for other in sources}]
     sources.sort(key=lambda source: source.name)
     if not sources:
-        missing = "no text is given" if model is None else f"the lineage of {model.id} names no text in this store"
-        raise PunaError(f"contamination: {missing}; give what it was trained on as documents, instructions or preferences")
+        missing = "no training text is given" if model is None else f"the lineage of {model.id} contains no text that is in this store"
+        raise PunaError(f"contamination: {missing}; give its training data as documents, instructions or preferences")
     rows = [row for one in prompts or () for row in prompts_of_splits(one, config.splits)]
     for task in [load_task(one, file, spec) for one in tasks or () for file, spec in task_files(one)]:
         questions = contents(task)
         rows += [{"id": key, "task": task.name, "messages": asking(question), "reference": answer} for key, question, answer in questions]
     if not rows:
-        raise PunaError("contamination: give prompts or tasks, whose questions are looked for")
+        raise PunaError("contamination: there are no questions to search for; give prompts or tasks")
     rows.sort(key=lambda row: (row["task"], row["id"]))
     search, unmatchable = search_for(rows, config)
     held: dict[int, Held] = {}
@@ -139,7 +139,7 @@ def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, s
 
 
 def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> dict[int, Held]:
-    """Return prompt number → the text of this part that contains most of the prompt, for each prompt found."""
+    """Return prompt number → the text of this part that contains most of this prompt, for each prompt found."""
     texts, held = _texts(part, kind, mixture), dict[int, Held]()
     for at, match in search.matches(pa.array([text for _, text in texts], pa.string())):
         for prompt, share in match.shares.items():
@@ -149,13 +149,13 @@ def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> di
 
 
 def _scores(evaluation: Artifact | None) -> dict[str, float]:
-    """Return prompt id → score, empty without an evaluation. Raise PunaError if the evaluation has no scores of prompts."""
+    """Return prompt id → score, or nothing without an evaluation. Raise PunaError if the evaluation has no per-prompt scores."""
     if evaluation is None:
         return {}
     rows = evaluation.read("scores").to_pylist() if "scores" in evaluation.tables else []
     scores = {row["id"]: float(row["value"]) for row in rows if row["name"] == "score"}
     if not scores:
-        raise PunaError(f"contamination: {evaluation.id} has no scores of single prompts; give a result of `evaluate` on prompts")
+        raise PunaError(f"contamination: {evaluation.id} has no per-prompt scores; give the output of `evaluate` on prompts")
     return scores
 
 

@@ -29,13 +29,13 @@ DROPPED = table_schema("dropped").schema
 class DecontaminateConfig(StageConfig):
     """Settings of the search for prompts in documents."""
 
-    n: int = Field(13, ge=2, le=50, description="Length of the n-grams that are compared, words")
-    min_characters: int = Field(25, ge=1, description="Minimum length of a question of fewer than n words, which is matched as a whole")
-    fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Share of a prompt's rarity-weighted n-grams that makes a passage a match")
-    fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, words")
-    fuzzy_step: int = Field(3, ge=1, le=50, description="Step between the short n-grams of a document that are looked up")
-    fuzzy_misses: int = Field(10, ge=0, le=100, description="Maximum consecutive n-grams of a passage that the prompt lacks")
-    fuzzy_min_words: int = Field(20, ge=2, description="Minimum length of a prompt to search for with changes, words")
+    n: int = Field(13, ge=2, le=50, description="Length of the compared n-grams, in words")
+    min_characters: int = Field(25, ge=1, description="Minimum characters of a question of fewer than n words, which is matched as a whole")
+    fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Share of a prompt's rarity-weighted n-grams from which a passage is a match")
+    fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, in words")
+    fuzzy_step: int = Field(3, ge=1, le=50, description="Step between the short n-grams of a document that are looked up, in words")
+    fuzzy_misses: int = Field(10, ge=0, le=100, description="Maximum number of consecutive n-grams in a passage that the prompt lacks")
+    fuzzy_min_words: int = Field(20, ge=2, description="Minimum length, in words, of prompts that are also searched for with changes")
     splits: tuple[Literal["heldout", "train"], ...] = Field(
         ("heldout",), min_length=1, description="Splits of the prompts to search for; if all prompts are in the split train, all are used"
     )
@@ -44,8 +44,8 @@ class DecontaminateConfig(StageConfig):
 
 @dataclass(frozen=True)
 class Index:
-    """N-grams of the prompts: `lengths` in words; per length, sorted `hashes` uint64[m], `owners` int64[m] (prompt numbers) and hash
-    `tables` for `places_held`; `totals` int64[prompts], n-grams of each prompt; `names`, (task, id) of each prompt."""
+    """N-grams of the prompts: `lengths` in words; for each length, sorted `hashes` uint64[m], `owners` int64[m] (prompt numbers) and hash
+    `tables` for `places_held`; `totals` int64[prompts], the n-gram count of each prompt; `names`, each prompt's (task, id)."""
 
     lengths: tuple[int, ...]
     hashes: tuple[NDArray[np.uint64], ...]
@@ -55,7 +55,7 @@ class Index:
     names: list[tuple[str, str]]
 
     def with_fuzzy(self, near: FuzzyIndex) -> Sieve:
-        """Return a sieve of the n-grams of this index and of `near`. A text without any such n-gram holds no prompt, exact or changed."""
+        """Return a sieve for the n-grams of this index and of `near`. A text without any of them contains no prompt, exact or changed."""
         return sieve([*zip(self.lengths, [1] * len(self.lengths), self.hashes, strict=True), (near.n, near.step, near.hashes)])
 
 
@@ -63,16 +63,16 @@ class Index:
 def decontaminate(
     documents: Documents, prompts: list[Prompts] | None, texts: list[Documents] | None, config: DecontaminateConfig, run: StageRun
 ) -> None:
-    """Drop documents that share n-grams of words with held-out prompts (question and reference together) or with `texts`.
+    """Drop documents that share word n-grams with held-out prompts (question and reference together) or with `texts`.
 
     `texts` are documents that must not be trained on; each counts as a prompt whose task is its source. As in GPT-3 (Brown et al. 2020,
-    appendix C), n-grams have `n` (13) words, without case and punctuation. A question of fewer words is matched as a whole if it is long
-    enough, else `unmatchable_TASK` counts it. Documents that pass are searched for changed prompts (`decontaminate.fuzzy`). `dropped` has
-    the fraction of the best matched prompt's n-grams, the prompt, and its first n-gram or the passage. `contaminated_TASK` counts the
-    prompts found in documents; `examples` shows each best matched prompt with its first document.
+    appendix C), n-grams have `n` (13) words, ignoring case and punctuation. A shorter question is matched as a whole if it is long enough,
+    else counted in `unmatchable_TASK`. Documents that pass are also searched for changed prompts (`decontaminate.fuzzy`). `dropped` has the
+    matched fraction of the best-matching prompt's n-grams, the prompt, and its first n-gram or the passage. `contaminated_TASK` counts the
+    prompts found in documents; `examples` shows each prompt that is the best match of a document, with the first such document.
     """
     if not prompts and not texts:
-        raise PunaError("decontaminate: give prompts or texts to look for")
+        raise PunaError("decontaminate: there is nothing to search for; give prompts or texts")
     rows_of_prompts = [row for artifact in prompts or () for row in prompts_of_splits(artifact, config.splits)]
     for row in (row for artifact in texts or () for row in artifact.read(columns=["id", "source", "text"]).to_pylist()):
         rows_of_prompts.append({"id": row["id"], "task": row["source"], "messages": asking(row["text"]), "reference": None})
@@ -108,12 +108,12 @@ def _report(held: dict[str, tuple[int, dict[str, Any]]], prompts: list[dict[str,
 
 
 def prompts_of_splits(prompts: Artifact, splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the prompts of `splits`, or all prompts if all are in the split train. Raise PunaError if there is none."""
+    """Return the prompts of `splits`, or all prompts if all are in the split train. Raise PunaError if there are none."""
     rows = prompts.read(columns=["id", "task", "split", "messages", "reference"]).to_pylist()
     whole = all(row["split"] == "train" for row in rows)
     result = rows if whole else [row for row in rows if row["split"] in splits]
     if not result:
-        raise PunaError(f"{prompts.id} has no prompt of the splits {', '.join(splits)}: there is nothing to look for")
+        raise PunaError(f"{prompts.id} has no prompts in the splits {', '.join(splits)} to search for")
     return result
 
 
@@ -143,8 +143,8 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 
 @dataclass(frozen=True)
 class Match:
-    """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams; `text`: the first n-gram found,
-    or with FUZZY_RULE the changed passage; `shares`: prompt number → overlap, of all prompts found (by `Search`: above the bound)."""
+    """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams. `text`: the first n-gram found, or
+    with FUZZY_RULE the changed passage. `shares`: prompt number → overlap, for all prompts found (`Search`: only those above the bound)."""
 
     prompt: int
     overlap: float
@@ -154,7 +154,7 @@ class Match:
 
 
 def match(text: Hashed, index: Index) -> Match | None:
-    """Return the best match of a document with the indexed prompts by exact n-grams, or None."""
+    """Return the prompt that best matches a document by exact n-grams, or None."""
     hits: dict[int, set[tuple[int, int]]] = {}
     first: dict[int, tuple[int, int]] = {}
     for length, hashes, owners, table in zip(index.lengths, index.hashes, index.owners, index.tables, strict=True):
@@ -167,7 +167,7 @@ def match(text: Hashed, index: Index) -> Match | None:
     if not hits:
         return None
     share = {prompt: len(results) / int(index.totals[prompt]) for prompt, results in hits.items()}
-    # Prompts are numbered by task and id: ties go to the first, whatever the order of the inputs.
+    # Prompts are numbered by task and id, so that ties go to the first one, whatever the order of the inputs.
     best = min(share, key=lambda prompt: (-share[prompt], prompt))
     place, length = first[best]
     return Match(best, share[best], text.lowered[text.start[place] : text.stop[place + length - 1]], share)
@@ -175,7 +175,7 @@ def match(text: Hashed, index: Index) -> Match | None:
 
 @dataclass(frozen=True)
 class Search:
-    """The prompts to search for, exactly (`index`) and with changes (`fuzzy`). `grams` quickly rules out texts without any prompt."""
+    """The prompts to search for, exactly (`index`) and with changes (`fuzzy`). `grams` quickly rejects texts without any prompt."""
 
     index: Index
     fuzzy: FuzzyIndex
@@ -204,7 +204,7 @@ def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple
 
 
 def _find(documents: pa.Table, search: Search) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Return `keep` and `dropped`; indices of all prompts found; and prompt → (count of documents it matches best, first `dropped` row)."""
+    """Return `keep` and `dropped`; all prompt numbers found; and prompt → (number of documents it matches best, first `dropped` row)."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     first: dict[str, tuple[int, dict[str, Any]]] = {}

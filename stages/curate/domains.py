@@ -23,28 +23,28 @@ from puna.stages.curate.classifiers.fold_models import About, Trained, load_clas
 from puna.storage import Artifact, PunaError
 
 declare_signal("domain", str, "", "knowledge type")
-declare_signal("domain_score", float, "probability", "probability of that knowledge type, by a model that did not see the document")
-declare_signal("domain_seed", str, "", "knowledge type that the seed lexicon gave, when it was confident", optional=True)
+declare_signal("domain_score", float, "probability", "probability of the domain, from a model not trained on the document")
+declare_signal("domain_seed", str, "", "knowledge type from the seed lexicon, if it is clear", optional=True)
 CODE = "code"
 NAME = "domain"
 SEEDS = Path(__file__).parent / "data" / "domains.txt"
 
 
 class TrainDomainsConfig(fasttext.ClassifierConfig):
-    """Thresholds for labels from seed words, and fastText's settings."""
+    """Thresholds for labelling by seed words, and fastText's settings."""
 
     dimension: int = fasttext.DIMENSION(16)
     learning_rate: float = fasttext.LEARNING_RATE(0.5)
     epochs: int = fasttext.EPOCHS(40)
     max_characters: int = fasttext.MAX_CHARACTERS(1500)
-    code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, whatever their text")
-    min_seeds: int = Field(3, ge=1, description="Minimum number of different seed words of a type that label a document")
-    max_second: float = Field(0.5, ge=0, lt=1, description="Maximum ratio of seed words, second type to best type, for a label")
-    min_labels: int = Field(20, ge=2, description="Minimum labelled documents of a type; types with fewer are left out")
+    code_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are code, regardless of their text")
+    min_seeds: int = Field(3, ge=1, description="Minimum number of different seed words of one type to label a document")
+    max_second: float = Field(0.5, ge=0, lt=1, description="Maximum ratio of seed words, second type to best type, to label a document")
+    min_labels: int = Field(20, ge=2, description="Minimum number of labelled documents per type; types with fewer are left out")
 
 
 class Lexicon(NamedTuple):
-    """Seed words of knowledge types: the names `types`, the n `words`, and `type_of` int64[n], the index of each word's type."""
+    """Seed words of knowledge types: the names `types`, the n `words`, and `type_of` int64[n], the type index of each word."""
 
     types: list[str]
     words: Listed
@@ -53,7 +53,7 @@ class Lexicon(NamedTuple):
 
 @lru_cache(maxsize=1)
 def seed_words() -> tuple[list[str], dict[str, int]]:
-    """Return the types, and seed word → index of its type; a word listed for two types, even in different languages, is left out."""
+    """Return the types, and seed word → index of its type. Words listed for two types, in whatever languages, are left out."""
     types: list[str] = []
     owner: dict[str, int] = {}
     for line in SEEDS.read_text(encoding="utf-8").splitlines():
@@ -75,14 +75,14 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """Return the `seed_counts` of one text, computed in plain Python: for a few pages, loading the compiled tokenizer takes longer."""
+    """Return `seed_counts` of one text, computed in plain Python: for a few pages, loading the compiled tokenizer takes longer."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
 
 
 def seed_counts(texts: pa.Array | pa.ChunkedArray, characters: int) -> NDArray[np.int64]:
-    """Return the number of different seed words of each type in each text's first `characters`, int64[texts, types]."""
+    """Return the number of different seed words of each type in the first `characters` of each text, int64[texts, types]."""
     seeds = lexicon()
     return kinds_held(texts, characters, seeds.words, seeds.type_of, len(seeds.types))
 
@@ -109,14 +109,14 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
             break
     if not share:
         return []
-    # Upper estimates of all labelled documents of a type: four standard deviations above the sample.
+    # Upper estimates of the number of labelled documents per type: four standard deviations above the sample.
     enough = [name for name, n in results.items() if name and (n + (4 * (n**0.5 + 1) if share < 1 else 0)) / share >= config.min_labels]
     if len(enough) >= 2:
         return []
     census = ", ".join(f"{n} of {name}" for name, n in results.most_common() if name) or "none"
     return [
-        f"two knowledge types with at least min_labels={config.min_labels} labelled documents are needed; of {len(texts)} pages "
-        f"the seed words label {census}. Give more pages or a lower number, or do without them, --set domains=null"
+        f"two knowledge types need at least min_labels={config.min_labels} labelled documents each, but of {len(texts)} pages "
+            f"the seed words label {census}. Give more pages, lower min_labels, or skip knowledge types with --set domains=null"
     ]
 
 
@@ -125,17 +125,17 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
     """Train the classifier of knowledge types on documents that seed words label.
 
     A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly prevail. One
-    fastText classifier per fold is trained on these labels. `agreement` (of seed labels and the classifier, out of fold) measures
-    consistency, not truth. If all documents are of code sources, the classifier has no classes.
+    fastText classifier per fold is trained on these labels. `agreement` of the out-of-fold predictions with the seed labels measures
+    consistency, not truth. If all documents come from code sources, the classifier has no classes.
     """
     examples = prepare(run, documents, config, config.code_sources, _seeds, config)
     labels = Counter({name: count for name, count in examples.of(NAME).items() if count >= config.min_labels})
     types = sorted(labels)
     if examples.documents and len(types) < 2:
         raise PunaError(
-            f"train_domains: the seed words label {labels.total()} documents of {', '.join(types) or 'no type'}; two types with at least "
-            f"train_domains.min_labels={config.min_labels} are needed. Give more pages or a lower number, a classifier that was trained "
-            "before, or do without knowledge types, --set domains=null"
+            f"train_domains: the seed words label {labels.total()} documents of {', '.join(types) or 'no type'}, but two types need at "
+            f"least train_domains.min_labels={config.min_labels} each. Give more pages, a lower number, or a classifier trained before, "
+            "or skip knowledge types with --set domains=null"
         )
     if examples.documents:
         scores = out_of_fold(run, examples, NAME, types, config, run.folder)
@@ -151,11 +151,11 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
 
 @stage(kind="signals", signals=("domain", "domain_score", "domain_seed"))
 def domains(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Label each document with a knowledge type, by a classifier of `train_domains`.
+    """Label each document with a knowledge type, using a classifier from `train_domains`.
 
-    A type's weight is its probability, by a model that did not see the document, times (1 + its number of seed words)². `domain` is
-    the type with the largest weight, `domain_score` its share of all weights, `domain_seed` the label from seed words. Documents in other
-    languages are typed by words that also occur in the lexicon's four languages. Documents of code sources are `code`.
+    A type's weight is its probability, from a model that was not trained on the document, times (1 + its number of seed words)². `domain`
+    is the type with the largest weight, `domain_score` its share of all weights, and `domain_seed` the label from seed words. Documents in
+    other languages are classified by words that they share with the lexicon's four languages. Documents of code sources are `code`.
     """
     counts: Counter[str] = Counter()
     for results in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):
@@ -186,7 +186,7 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
             names[row], values[row] = model.classes[int(one.argmax())], float(np.round(one.max(), 6))
             seeds[row] = seed_label(count, int(rule["min_seeds"]), rule["max_second"])
     elif rows:
-        raise PunaError(f"domains: {classifier.id} learned no types, as it was trained without documents; train it with documents")
+        raise PunaError(f"domains: {classifier.id} knows no types, because it was trained without documents; train it on documents")
     columns = {
         "domain": pa.array(names, pa.string()),
         "domain_score": pa.array(values, pa.float64()),

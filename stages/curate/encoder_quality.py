@@ -28,25 +28,25 @@ PURPOSE = "encoder_quality"
 
 
 class TrainEncoderQualityConfig(SeededConfig):
-    """Settings of the labels of good documents, and of training."""
+    """Settings of the labels of good documents, and of the training."""
 
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents are good, if no judgements are given")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
-    judgement: str = Field("judgement", min_length=1, description="Signal of `labels` that holds a judge's grade")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither training examples nor scored")
+    judgement: str = Field("judgement", min_length=1, description="Signal of `labels` that holds the judge's grade")
     min_judgement: float = Field(3.0, description="Minimum grade of a good document")
-    max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens of a document that the encoder reads")
-    folds: int = Field(3, ge=2, le=20, description="Number of folds of the documents, for out-of-fold scores")
-    penalty: float = Field(0.01, gt=0, description="Weight of the squared length of the classifier's weights (ridge)")
+    max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens per document that the encoder reads")
+    folds: int = Field(3, ge=2, le=20, description="Number of folds that documents are split into for out-of-fold scores")
+    penalty: float = Field(0.01, gt=0, description="L2 penalty on the classifier's weights (ridge)")
 
 
 class EncoderQualityConfig(StageConfig):
-    """The setting of the metric `threshold`; all other settings come from the classifier."""
+    """The setting of the metric `threshold`. All other settings come from the classifier."""
 
-    keep: float = Field(0.9, gt=0, lt=1, description="Share of documents (0 to 1) that reach the quality in the metric `threshold`")
+    keep: float = Field(0.9, gt=0, lt=1, description="Share of documents (0 to 1) whose quality reaches the metric `threshold`")
 
 
 class Head(NamedTuple):
-    """A logistic classifier: standardisation `mean`, `scale` float64[D], `weights` float64[D] and `bias`."""
+    """A logistic classifier: standardisation `mean` and `scale` float64[D], `weights` float64[D], and `bias`."""
 
     mean: NDArray[np.float64]
     scale: NDArray[np.float64]
@@ -54,7 +54,7 @@ class Head(NamedTuple):
     bias: float
 
     def probabilities(self, vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return the probability that each document is good, float64[n], from the documents' vectors [n, D]."""
+        """Return each document's probability of being good, float64[n], from vectors [n, D]."""
         logits = (vectors - self.mean) / self.scale @ self.weights + self.bias
         return np.asarray(1 / (1 + np.exp(-np.clip(logits, -60, 60))))
 
@@ -64,12 +64,12 @@ def train_encoder_quality(
     documents: Documents, model: Model | None, encoder: External | None, labels: Signals | None, config: TrainEncoderQualityConfig,
     run: StageRun,
 ) -> None:  # fmt: skip
-    """Train a logistic classifier of good documents on an encoder's frozen, mean-pooled hidden states.
+    """Train a logistic classifier of good documents on mean-pooled hidden states of a frozen encoder.
 
-    Llama 3 (arXiv 2407.21783, section 3.1.3) distils a chat model's judgements into a small encoder; FineWeb-Edu (2406.17557,
-    section 4) trains only the head. Give `model`, a model of this pipeline, or `encoder`, the folder of a Hugging Face encoder.
-    Positives are documents with good grades in `labels`; without `labels`, documents of good sources. For each fold, a head is trained
-    on the other folds' documents; `encoder_quality` applies the heads to any documents. Metrics and figures are out of fold.
+    Llama 3 (arXiv 2407.21783, section 3.1.3) distils a chat model's judgements into a small encoder; FineWeb-Edu (2406.17557, section 4)
+    trains only the head. Give `model`, a model of this pipeline, or `encoder`, the folder of a Hugging Face encoder. Positives are
+    documents with good grades in `labels`, or without `labels` the documents of good sources. Each fold's head is trained on the other
+    folds' documents; `encoder_quality` applies the heads to any documents. Metrics and figures are out of fold.
     """
     place = place_of("train_encoder_quality", "encoder", model, encoder)
     if labels is not None and config.judgement not in labels.columns():
@@ -89,7 +89,7 @@ def train_encoder_quality(
 
 
 def _fit_heads(examples: Partition, config: TrainEncoderQualityConfig, labels: str, scratch: str) -> tuple[list[Head], NDArray[np.int64]]:
-    """Return the head of each fold, and the `score_counts` of the out-of-fold scores. Unfinished fits are saved in `scratch`."""
+    """Return each fold's head, and the `score_counts` of the out-of-fold scores. Unfinished fits are saved in `scratch`."""
     results = examples.read()
     positive = results["positive"].to_numpy() if results.num_rows else np.zeros(0, bool)
     of_fold = folds(results["id"].to_pylist(), config.seed, config.folds) if results.num_rows else np.zeros(0, np.int64)
@@ -97,8 +97,8 @@ def _fit_heads(examples: Partition, config: TrainEncoderQualityConfig, labels: s
         rest = positive[of_fold != fold]
         if not rest.any() or rest.all():
             rule = f"min_judgement={config.min_judgement:g} on {labels}" if labels else f"positive_sources={list(config.positive_sources)}"
-            raise PunaError(f"train_encoder_quality.{rule}: good and other documents are needed in every set of folds; there are "
-                            f"{int(positive.sum())} good ones of {len(positive)}")  # fmt: skip
+            raise PunaError(f"train_encoder_quality.{rule}: every training set of folds needs good documents and others, but there are "
+            f"{int(positive.sum())} good ones of {len(positive)}")  # fmt: skip
     column = results["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), -1)
     heads = []
@@ -113,14 +113,14 @@ def encoder_quality(
     documents: Documents, classifier: Classifier, model: Model | None, encoder: External | None, language: Signals | None,
     config: EncoderQualityConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Score documents with a classifier of `train_encoder_quality`, on the encoder that it was trained on.
+    """Score documents with a classifier from `train_encoder_quality`, using the encoder that it was trained on.
 
-    The signals are named as in `quality`, so that `select` applies the same rules. A training document of the classifier is scored
-    by a head that was not trained on it. The share `keep` of the documents reaches the quality in the metric `threshold`. With `language`,
-    ranks are computed per language."""
+    The signals have the same names as in `quality`, so that `select` applies the same rules. Documents that the classifier was trained on
+    are scored by a head that was not trained on them. The share `keep` of the documents reaches the quality in the metric `threshold`. With
+    `language`, ranks are computed per language."""
     place = place_of(PURPOSE, "encoder", model, encoder)
     if load_classifier(classifier, PURPOSE).about.encoder != _digest(model, encoder):
-        raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder than this one; give the same, or train on this one")
+        raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder; give that encoder, or train a classifier on this one")
     scored, reached = write_scores(run, documents, language, 1 - config.keep, _score, classifier, place)
     if scored:
         run.metric("threshold", reached)
@@ -165,7 +165,7 @@ def _heads(file: Path) -> list[Head]:
 
 
 def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the probability, float64[n], that each document is good, by the head trained without the document's fold."""
+    """Return each document's probability of being good, float64[n], from the head that was trained without its fold."""
     values = np.zeros(len(vectors))
     for fold, head in enumerate(heads):
         values[of_fold == fold] = head.probabilities(vectors[of_fold == fold])
@@ -173,10 +173,10 @@ def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArr
 
 
 def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: float, state: Path | None = None) -> Head:
-    """Return the head that minimises the mean log-loss plus `penalty` / 2 times the squared weights, by Newton's method.
+    """Return the head that minimises the mean log-loss plus `penalty` / 2 x the sum of squared weights, by Newton's method.
 
-    `vectors` float32[n, D], `positive` bool[n]. The bias is not penalised, so that the mean probability is the share of positives.
-    `state`: folder in which an unfinished fit is saved, to continue after a crash.
+    `vectors` float32[n, D], `positive` bool[n]. The bias is not penalised, so the mean probability equals the share of positives. `state`:
+    folder in which an unfinished fit is saved, to continue after a crash.
     """
     x = vectors.astype(np.float64)
     mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)

@@ -1,4 +1,4 @@
-"""`extract`: extraction of the text and title of each page."""
+"""`extract`: extraction of each page's text and title."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from puna.stages.contract import MACHINE_ERRORS, Pages, StageConfig, StageRun, s
 from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
-TOGETHER = 1 << 18  # maximum bytes of pages that the model reads together
-DEEP = "the elements are nested too deep"
-# A title stands between blank lines; a comment in code stands next to code.
+TOGETHER = 1 << 18  # maximum bytes of pages that the model reads in one batch
+DEEP = "the elements are nested too deeply"
+# Titles stand between blank lines, which distinguishes them from comments in code.
 TITLE = re.compile(r"(?:^|(?<=\n\n))#{1,6} +(?=\S[^\n]*(?:\n\n|\n*$))")
 BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
 
@@ -29,18 +29,18 @@ BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
 class ExtractConfig(StageConfig):
     """Options and limits of text extraction."""
 
-    headline: bool = Field(False, description="Keep the page's main heading (h1) in the text; else it is only in the title")
-    code_and_maths: bool = Field(True, description="Convert markup of code and formulas first: code in tables to blocks, MathML to TeX")
-    strip_markdown: bool = Field(False, description="Remove the marks of **bold** and # titles that a page spells out as text")
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of an HTML page, bytes; larger ones are dropped")
+    headline: bool = Field(False, description="Keep the page's main heading (h1) in the text, not only in the title")
+    code_and_maths: bool = Field(True, description="First convert markup of code and formulas: code tables to code blocks, MathML to TeX")
+    strip_markdown: bool = Field(False, description="Remove Markdown marks (**bold**, # titles) that a page spells out as text")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of an HTML page in bytes; larger pages are dropped")
     max_depth: int = Field(1000, ge=16, le=10_000, description="Maximum depth of nested elements")
-    max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum elements of a page, reopened elements included")
-    max_blocks: int = Field(30_000, ge=1000, le=1_000_000, description="Maximum blocks of text (paragraphs, cells, lines) for the model")
-    max_replacement_fraction: float = Field(0.01, ge=0, le=1, description="Maximum fraction of undecodable characters in a kept text")
+    max_elements: int = Field(500_000, ge=1000, le=10_000_000, description="Maximum number of elements on a page, including reopened ones")
+    max_blocks: int = Field(30_000, ge=1000, le=1_000_000, description="Maximum number of text blocks (paragraphs, cells, lines)")
+    max_replacement_fraction: float = Field(0.01, ge=0, le=1, description="Maximum fraction of undecodable characters in an extracted text")
 
 
 class Unreadable(Exception):
-    """The error of a page that gives no text, with a rule, the reason, and the measured value with its bound."""
+    """The error for a page without usable text: a rule, the reason, and the measured value with its bound."""
 
     def __init__(self, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
         super().__init__(detail)
@@ -63,11 +63,11 @@ class _Found(NamedTuple):
 
 @stage(kind="documents", filters="pages")
 def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
-    """Turn pages into documents: the main content of HTML, plain text and code as they are.
+    """Turn pages into documents: the main content of HTML pages; plain text and code unchanged.
 
-    Code, lists and tables keep their structure. Formulas are read from MathML, scripts and images' alternative texts
-    (`puna.models.extraction.technical`). Permalink marks and Markdown-like markers are not written.
-    Unreadable pages, pages without text and pages above a limit are in `dropped`."""
+    Code, lists and tables keep their structure. Formulas are read from MathML, scripts and alternative texts of images
+    (`puna.models.extraction.technical`). Permalink marks and Markdown-like markers are left out. Unreadable pages, pages without text and
+    pages above a limit are in `dropped`."""
     run.transform(_extract, pages, config)
 
 
@@ -83,7 +83,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
         if isinstance(results, Unreadable):
             why = {"rule": results.rule, "value": results.value, "threshold": results.threshold, "detail": f"{url}: {results.detail}"}
             dropped.append({"id": identity, **why})
-        elif isinstance(results, MACHINE_ERRORS):  # no process for the parser, no weights
+        elif isinstance(results, MACHINE_ERRORS):  # avoids a parser process and loading the model
             raise results
         elif isinstance(results, Exception):
             dropped.append({"id": identity, "rule": "extract_failed", "detail": f"{url}: {type(results).__name__}: {results}"})
@@ -97,7 +97,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
-    """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit, or the extraction's own error."""
+    """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit, or the extraction's own errors."""
     (results,) = _extract_pages([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results
@@ -107,7 +107,7 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
 def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
     """Return the extraction or the error of each page (body, media type, character set), in order.
 
-    HTML pages are parsed one by one; the model reads them in batches of up to `TOGETHER` bytes, and a larger page by itself.
+    HTML pages are parsed one by one. The model reads them in batches of up to `TOGETHER` bytes; a larger page is read alone.
     """
     results: dict[int, _Found | Exception] = {}
     waiting: dict[int, Parsed] = {}
@@ -130,7 +130,7 @@ def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: Extrac
 
 
 def _read(pages: dict[int, Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:
-    """Return the extraction of parsed pages, by number. If reading the pages together fails, read them one by one."""
+    """Return page number → extraction. If the model fails on the whole batch, pages are read one by one."""
     try:
         return dict(zip(pages, _by_model(list(pages.values()), config), strict=True)) if pages else {}
     except Exception as error:  # noqa: BLE001 - the error is the pages' result
@@ -142,7 +142,7 @@ def _read(pages: dict[int, Parsed], config: ExtractConfig) -> dict[int, _Found |
 
 def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> _Found:
     if not media.startswith("text/"):
-        raise Unreadable("extract_content_type", f"no text is known in {media}")
+        raise Unreadable("extract_content_type", f"the media type {media} is not supported")
     wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
     if not wide:
         _check_bound("extract_binary", "the file is not text", body.count(0), len(body) // 1000)
@@ -152,20 +152,20 @@ def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig
 
 def _readable(text: str, config: ExtractConfig) -> bytes:
     if not text.strip():
-        raise Unreadable("extract_empty", "there is no text")
+        raise Unreadable("extract_empty", "the page has no text")
     _check_bound("extract_encoding", "the text cannot be decoded", text.count("\ufffd") / len(text), config.max_replacement_fraction)
     return text.encode()
 
 
 def _of_html(body: bytes, charset: str | None, config: ExtractConfig) -> Parsed:
-    """Parse a page for the model. Raise Unreadable if the page is too large, or parsing fails or takes too long."""
+    """Parse a page for the model. Raise Unreadable if the page is too large, or if parsing fails or takes too long."""
     _check_bound("extract_too_large", "the page is too large", len(body), config.max_body_bytes)
     try:
         parsed = parse(utf8(body, charset), config.code_and_maths)
     except ParseError as error:
         raise Unreadable("extract_failed", str(error)) from error
     except LimitError as error:
-        raise Unreadable("extract_too_costly", f"the parser is stopped: {error}") from error
+        raise Unreadable("extract_too_costly", f"the parser was stopped: {error}") from error
     if len(parsed.html) > 3 * config.max_elements:  # an element takes at least three bytes
         elements = parsed.html.count(b"<") - parsed.html.count(b"</")
         _check_bound("extract_too_many_elements", "the page has too many elements", elements, config.max_elements)
@@ -196,7 +196,7 @@ def _by_model(parsed: list[Parsed], config: ExtractConfig) -> list[_Found | Exce
 
 
 def without_marks(text: str) -> str:
-    """Return the text without the marks of `**bold**` and of `# titles` between blank lines."""
+    """Return the text without the marks of `**bold**`, and of `# titles` between blank lines."""
     return BOLD.sub(r"\1", TITLE.sub("", text))
 
 

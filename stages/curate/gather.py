@@ -1,4 +1,4 @@
-"""`gather`: union of documents of several inputs in one table."""
+"""`gather`: the union of several inputs' documents in one table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from puna.storage.shards import count
 class GatherConfig(StageConfig):
     """New names for the documents' sources."""
 
-    sources: tuple[str, ...] = Field((), description="New source of each input's documents, in order; empty: sources are unchanged")
+    sources: tuple[str, ...] = Field((), description="New source name for the documents of each input, in order; empty: keep the sources")
 
 
 def _needs(config: GatherConfig, facts: Facts) -> list[str]:
@@ -30,12 +30,12 @@ def _needs(config: GatherConfig, facts: Facts) -> list[str]:
 
 @stage(kind="documents", needs=_needs)
 def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> None:
-    """Join documents of several origins in one table; the configuration may name the source of each input.
+    """Join documents from several inputs in one table; the configuration may rename each input's source.
 
-    Of documents with the same id, the newest is kept, or at equal times the first input's. The rule `same_id` drops the others.
-    """
+    Among documents with the same id, the newest is kept, or the first input's if the times are equal. The others are in `dropped`
+    (`same_id`)."""
     if config.sources and len(config.sources) != len(documents):
-        raise PunaError(f"gather: sources names {len(config.sources)} inputs, and there are {len(documents)}")
+        raise PunaError(f"gather: sources names {len(config.sources)} inputs, but there are {len(documents)}")
     names = config.sources or ("",) * len(documents)
     parts = [(part, at, name) for at, (artifact, name) in enumerate(zip(documents, names, strict=True)) for part in run.parts(artifact)]
     rows = run.exchange(_read_part, parts, by="id", partitions=partitions(sum(artifact.record().characters for artifact in documents)))
@@ -45,7 +45,7 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
 
 
 def _read_part(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
-    """Return a part's rows, with the column `input` (the input's number) and the new source, if any; and the texts' size in bytes."""
+    """Return a part's rows, with the column `input` (the input's number) and the new source name, if any; and the texts' size in bytes."""
     part, at, name = given
     table = part.read()
     if name:
@@ -61,7 +61,7 @@ def _once(rows: pa.Table) -> tuple[dict[str, pa.Table], int]:
     first, repeated = repetitions(ids)
     dropped: list[dict[str, Any]] = []
     for at, identity in repeated.items():
-        example = f"{ids[at]}: {rows['url'][at].as_py()} of {rows['source'][at].as_py()} is there already"
+        example = f"{ids[at]}: {rows['url'][at].as_py()} of {rows['source'][at].as_py()} is already there"
         dropped.append({"id": identity, "rule": "same_id", "detail": example})
     schema = table_schema("documents").schema
     documents = rows.filter(pa.array(first)).select(schema.names)

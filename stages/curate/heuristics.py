@@ -47,24 +47,24 @@ CALIBRATED = ("token_kl_excess", "ngram_coverage", "dirty_word_ratio", "words", 
 ENGLISH = "en"
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 CURVE = tuple(point / 50 for point in range(51))
-declare_signal(FAILURE, str, "", "why a document was not measured; null where it was", optional=True)
+declare_signal(FAILURE, str, "", "why a document was not measured; null if it was", optional=True)
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
-declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
-# Final characters of lines that C4 keeps.
+declare_signal("token_kl_excess", float, "nats", "token_kl minus that of random text of the same length", optional=True)
+# Characters that end a line which C4 keeps.
 FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 
 class HeuristicsConfig(SeededConfig):
-    """Settings of the measurement. The thresholds are settings of `select`."""
+    """Settings of the measurement. Thresholds are settings of `select`."""
 
-    coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
+    coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, in words")
     line_coverage: float = Field(0.5, ge=0, le=1, description="Minimum share of a line's words in repeated n-grams, for line_signals")
-    c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line, for C4's rules on lines")
+    c4_lines: bool = Field(False, description="Write the table c4_lines, with one row per line, for C4's line rules")
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
-    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a measured document, bytes of UTF-8")
-    signals: tuple[str, ...] = Field((), description="Names of your own signals, which are also measured")
-    signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum CPU seconds of a signal of your own for one document")
-    signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own (Linux), MiB")
+    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of a measured document, in bytes of UTF-8")
+    signals: tuple[str, ...] = Field((), description="Names of your own signals to measure as well")
+    signal_seconds: float = Field(30.0, gt=0, le=3600, description="Maximum CPU seconds per document for a signal of your own")
+    signal_memory_mb: int = Field(4096, ge=64, le=1 << 20, description="Maximum memory of a signal of your own, in MiB (Linux only)")
 
     @field_validator("signals")
     @classmethod
@@ -92,14 +92,14 @@ def table_columns(config: HeuristicsConfig) -> dict[str, tuple[str, ...]]:
 
 @stage(kind="signals", signals=table_columns)
 def heuristics(documents: Documents, language: Signals | None, config: HeuristicsConfig, run: StageRun) -> None:
-    """Measure the signals that the rules of Gopher, C4 and FineWeb need, and three of Llama 3.
+    """Measure the signals for the rules of Gopher, C4 and FineWeb, and three signals of Llama 3.
 
     Gopher's (arXiv 2112.11446), C4's (1910.10683) and FineWeb's (2406.17557) are defined as in datatrove 0.10. Llama 3's (2407.21783,
     section 3.1.1) are n-grams seen earlier, per document and per line (`line_signals`); adult vocabulary; and the Kullback-Leibler
-    divergence of the document's words from the corpus, or given `language`, from documents of its language. `signals.definitions` defines
-    the signals in Python. `signals` of your own are measured in a separate process. If one fails or exceeds its limits for a document, it
-    is null there, and `failed_NAME` counts the document; PunaError if it fails for all. `failure` says why a document, or one of your
-    signals for it, was not measured; `select` drops the document as `failed`."""
+    divergence of the document's words from those of the corpus, or with `language` from those of its language. `signals.definitions`
+    defines all signals in Python. Your own `signals` are measured in a separate process. If one fails or exceeds its limits on a document,
+    it is null there, and `failed_NAME` counts the document; PunaError is raised if it fails on all. `failure` says why a document, or one
+    of your signals on it, was not measured; `select` drops the document as `failed`."""
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for signal in own for name in signal.columns if name != "text"}]
     parts = run.parts(documents, columns=columns)
@@ -149,7 +149,7 @@ def _report(run: StageRun, quantiles: dict[str, dict[float, float]], words: dict
         if name:
             run.metric(f"corpus_words_{name}", words[name])
     if series:
-        note = "Thresholds have no published value: choose them here"
+        note = "There is no published threshold: choose one here"
         run.figure("calibration", Figure("Distribution of signals", "quantile", "value", series, note=note))
     curves = {name or "all": list(zip(np.log2(LENGTHS).tolist(), e.tolist(), strict=True)) for name, (_, e) in sorted(expected.items())}
     run.figure("expected_divergence", Figure("Divergence of random text from the corpus", "log2 words", "nats", curves))
@@ -209,7 +209,7 @@ def _own_words(language: Artifact, ids: pa.ChunkedArray) -> OwnWords | None:
     rows = language.read("languages").to_pylist()
     lists = [tuple((row["stop_words"] or "").split()) for row in rows]
     places = {(row["language"], row["script"]): at if words else NO_LIST for at, (row, words) in enumerate(zip(rows, lists, strict=True))}
-    # English, like text of an unknown language, is measured with Gopher's own stop words.
+    # English and texts of unknown language are measured with Gopher's own stop words.
     places |= {(ENGLISH, row["script"]): ANY_LIST for row in rows}
     table = signals_of(language, ids, ["language", "script"])
     return own_words(lists, [places[key] for key in zip(table["language"].to_pylist(), table["script"].to_pylist(), strict=True)])
@@ -241,7 +241,7 @@ def _language_counts(table: pa.Table) -> dict[str, tuple[NDArray[np.uint32], NDA
     lengths = _lengths(table["_bins"])
     bins, counts = _flat(table["_bins"]), _flat(table["_counts"])
     languages, number = np.unique(names, return_inverse=True)
-    # Most languages of a part have few documents: sorting their bins is faster than counting over all bins.
+    # Most languages have few documents in a part, so sorting their bins is faster than counting over all bins.
     order = np.argsort(np.repeat(number.astype(np.uint16), lengths), kind="stable")
     ends = np.cumsum(np.bincount(number, weights=lengths, minlength=len(languages)).astype(np.int64)).tolist()
     result = {}
@@ -284,7 +284,7 @@ def _diverge(documents: pa.Table, scratch: str, expected: dict[str, tuple[str, N
         words = np.add.reduceat(np.r_[counts, 0].astype(np.int64), offsets[:-1]) * (np.diff(offsets) > 0)
         both[1, rows] = both[0, rows] - expected_at(words[rows], levels)
     both[:, table[FAILURE].is_valid().to_numpy()] = np.nan
-    # Six digits: logarithms differ in their last bits from one processor to another.
+    # Round to six digits: the last bits of logarithms differ between processors.
     divergences, excesses = (pa.array(np.round(values, 6), pa.float64(), from_pandas=True) for values in both)
     words = _flat(table["_line_words"])
     coverage = _flat(table["_line_covered"]) / np.maximum(words, 1)

@@ -31,12 +31,12 @@ from puna.storage.exchange import partitions
 from puna.storage.schemas import table_schema
 from puna.storage.shards import count
 
-CHUNK_BYTES = 8 << 20  # maximum bytes of bodies that are held as objects at once
-BATCH_BYTES = 8 << 20  # files are read together up to this size
-PACKED = 4  # approximate ratio of the size of pages to the size of their archives
+CHUNK_BYTES = 8 << 20  # maximum bytes of page bodies that are held as Python objects at once
+BATCH_BYTES = 8 << 20  # small files are read together up to this total size
+PACKED = 4  # approximate ratio of pages' size to their archives' size
 HUB_BYTES = 1 << 30
-ROW_BYTES = 6  # approximate maximum bytes of JSON per byte of a page, which may be written as \u0000
-ENDINGS_SHOWN = 5  # maximum number of file endings without pages in a message
+ROW_BYTES = 6  # approximate maximum bytes of JSON per byte of a page, which may be escaped as \u0000
+ENDINGS_SHOWN = 5  # maximum number of endings of files without pages that a message lists
 RECORD = pa.schema(
     [
         ("id", pa.string()), *[f for f in table_schema("pages").schema if f.name != "id"],
@@ -48,33 +48,33 @@ FORMATS = dict.fromkeys((".warc", ".wet", ".wat"), "warc") | {end: "jsonl" if ki
 
 
 class InputColumns(StageConfig):
-    """Names of the fields in one input's rows."""
+    """Names of the fields in the rows of one input."""
 
     text: str | None = Field(None, min_length=1, description="Field that holds plain text")
-    html: str | None = Field(None, min_length=1, description="Field that holds HTML, which is then read instead of text")
-    url: str | None = Field(None, min_length=1, description="Field that holds the address")
-    date: str | None = Field(None, min_length=1, description="Field that holds the time of fetching")
+    html: str | None = Field(None, min_length=1, description="Field that holds HTML, which is read in place of text")
+    url: str | None = Field(None, min_length=1, description="Field that holds the URL")
+    date: str | None = Field(None, min_length=1, description="Field that holds the time of the fetch")
 
 
 class IngestConfig(StageConfig):
     """Settings for reading inputs as pages."""
 
     format: Literal["auto", "warc", "files", "parquet", "jsonl", "csv", "tsv", "dataset"] = Field(
-        "auto", description="Format of every input file; auto: by the file's name and first bytes"
+        "auto", description="Format of every input file; auto: detect it from the file's name and first bytes"
     )
     content_types: tuple[str, ...] = Field(
         ("text/html", "application/xhtml+xml", "text/plain", "text/markdown", "text/x-*"),
         min_length=1,
-        description="Media types that are kept; * stands for any characters",
+        description="Media types to keep; * matches any characters",
     )
-    max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Maximum size of a page that is kept, bytes")
-    text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b reaches into a structure")
-    html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML, which is then read instead of text")
-    url_column: str | None = Field(None, min_length=1, description="Field with the address; default: `url`, else the row's place")
-    date_column: str | None = Field(None, min_length=1, description="Field with the time of fetching; default: a usual name, else 1970")
-    inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Name of an input → fields, if they differ")
-    dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")
-    dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
+    max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Maximum size of a page to keep, in bytes")
+    text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b names a nested field")
+    html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML, which is read in place of text")
+    url_column: str | None = Field(None, min_length=1, description="Field with the URL; default: `url`, else the row's place in the file")
+    date_column: str | None = Field(None, min_length=1, description="Field with the time of the fetch; default: a common name, else 1970")
+    inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Input name → its fields, for inputs whose fields differ")
+    dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a hub data set")
+    dataset_split: str = Field("train", min_length=1, description="Split of a hub data set")
 
     def columns_of(self, source: str) -> readers.Columns:
         own = self.inputs.get(source, InputColumns())
@@ -84,12 +84,12 @@ class IngestConfig(StageConfig):
 
 @stage(kind="pages")
 def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
-    """Read pages from WARC, WET, folders of pages, Parquet, JSON lines and arrays, CSV and Hugging Face data sets.
+    """Read pages from WARC, WET, folders of pages, Parquet, JSON Lines, JSON arrays, CSV and Hugging Face data sets.
 
     Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty, body_too_large,
     truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record; failed if reading it raised an error). A
-    page's id is a hash of source, address, time, media type and body. It does not depend on the page's place in the inputs.
-    Raise PunaError if no page is kept."""
+    page's id is a hash of source, URL, time, media type and body; it does not depend on the page's position in the inputs. Raise PunaError
+    if no page is kept."""
     jobs = list(_jobs(inputs, config))
     input_bytes = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
     batches = list(_batches(jobs))
@@ -137,7 +137,7 @@ def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
 
 
 def _sort(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return the pages and dropped rows of a range of ids, with byte and rule counts. Of rows with the same id, the first is kept."""
+    """Return pages and dropped rows of a range of ids, and counts of bytes and rules. Among rows with the same id, the first is kept."""
     ids = rows["id"].to_pylist()
     first, repeated = repetitions(ids)
     is_page = np.asarray(pc.is_valid(rows["body"]), bool)
@@ -156,14 +156,14 @@ def _sort(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
 
 
 LOOKED_AT = 100
-"""Number of a file's first records that are searched for a rejection."""
+"""Number of records at the start of each file that are searched for a rejected record."""
 HINTS = {
     "body_too_large": "ingest.max_body_bytes is the limit",
-    "not_a_page": "a row is a page if it has the field that ingest.text_column or ingest.html_column names",
-    "content_type": "WARC, WET, Parquet, JSONL, HTML and text are read, other media by ingest.content_types",
+    "not_a_page": "a row is a page if it has the field named by ingest.text_column or ingest.html_column",
+    "content_type": "WARC, WET, Parquet, JSONL, HTML and text are read; other media types can be added to ingest.content_types",
     "not_a_response": "an archive's responses, resources and conversions (WET) are pages; metadata (WAT) and requests are not",
 }
-"""Rule → hint, for the error message if no page is kept."""
+"""Rule → hint for the error message when no page is kept."""
 
 
 def hints(rules: Container[str]) -> str:
@@ -171,10 +171,10 @@ def hints(rules: Container[str]) -> str:
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
-    """Raise PunaError if the beginnings of the inputs cannot be read as configured.
+    """Raise PunaError if the first records of the inputs cannot be read as configured.
 
-    Every Parquet file must have the named columns. At least one file must hold data: a row (Parquet), a row that gives
-    a page (JSON, CSV), or a byte (other formats)."""
+    Every Parquet file must have the named columns. At least one file must hold data: a row (Parquet), a row that gives a page (JSON, CSV),
+    or a byte (other formats)."""
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):
         rejected = next((one for one in results if isinstance(one, Rejected)), None)
@@ -183,13 +183,13 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
-    """Return sample pages from every input file (no streamed data set), read in about `seconds`, and their rough share of the bytes."""
+    """Return sample pages from every input file except streamed data sets, read in about `seconds`, and their rough share of all bytes."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)
     start = time.monotonic()
     for number, job in enumerate(jobs):
-        # Later files get the time that earlier files did not use.
+        # Later files also get the time that earlier files did not use.
         until = start + seconds * (number + 1) / len(jobs)
         assert job.file is not None
         body_bytes = 0
@@ -208,14 +208,14 @@ def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[
 
 
 def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | None:
-    """Return the first rejection among the first `LOOKED_AT` records of each file; None if all of them are pages."""
+    """Return the first rejected record among the first `LOOKED_AT` records of each file, or None if there is none."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     judged = (_judge(record, config, {}) for job in jobs for record in itertools.islice(_records(job, config), LOOKED_AT))
     return next((one for one in judged if isinstance(one, Rejected)), None)
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """Return True if a file may hold pages. A JSON or CSV file is read up to its first page; without one, return its first rejection."""
+    """Return True if a file may hold pages. JSON and CSV files are read up to their first page; without one, return the first rejection."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None
@@ -235,7 +235,7 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield one job per file. Raise PunaError for an ARC archive or a Parquet file without the named columns, before pages are read."""
+    """Yield one job per file. Raise PunaError for ARC archives and Parquet files without the named columns, before any page is read."""
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
 
     def format_(external: External, file: ExternalFile) -> str | None:
@@ -259,7 +259,7 @@ def _format(file: ExternalFile) -> str:
     with file.open() as handle:
         head = handle.read(1 << 16)
     if _begins(head, b"filedesc://"):
-        raise PunaError(f"{file.location}: an ARC archive; make a WARC of it (warcio recompress OLD.arc.gz NEW.warc.gz)")
+        raise PunaError(f"{file.location}: ARC archives are not supported; convert it to WARC (warcio recompress OLD.arc.gz NEW.warc.gz)")
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((GZIP_MAGIC, ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC)):
@@ -277,7 +277,7 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
-    """Yield the files' records as tables, then a dictionary: number of records, bytes of bodies, files without a page by file ending."""
+    """Yield the records of the files as tables, then a dictionary: record count, bytes of bodies, file ending → files without a page."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
@@ -288,7 +288,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
         for record in _records(job, config):
             results = _judge(record, config, accepted)
             if isinstance(results, Page) or results.rule not in NO_PAGE:
-                why = ""  # the file has other records
+                why = ""  # the other records of the file are still read
             elif why is None:
                 why = results.detail
             held.append((results, job.source))
@@ -316,7 +316,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
     if job.file is None:
         yield from readers.read_stream(job.stream(), job.source, job.name, config.columns_of(job.source))
         return
-    with errors_at(f"input {job.file.location}: the file is gone", FileNotFoundError), closing(job.file.open()) as handle:
+    with errors_at(f"input {job.file.location}: the file no longer exists", FileNotFoundError), closing(job.file.open()) as handle:
         if job.format == "warc":
             yield from read_warc(handle, job.name, config.max_body_bytes)
         elif job.format == "parquet":
@@ -330,7 +330,7 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
 
 
 def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:
-    """Return the record as a page, or the reason to reject it; `accepted` caches the verdict on each media type."""
+    """Return the record as a page, or the reason to reject it. `accepted` caches whether each media type is kept."""
     if isinstance(record, Rejected):
         return record
     if not record.body.strip():
@@ -347,6 +347,6 @@ def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bo
 
 
 def sniff(body: bytes) -> str:
-    """Return the media type of a page whose server gave none: text/html if the page begins as HTML, else an empty string."""
+    """Return the media type of a page whose server gave none: text/html if the page starts like HTML, else an empty string."""
     head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

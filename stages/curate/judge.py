@@ -1,4 +1,4 @@
-"""`judge`: a language model's grades of sampled pages, which label examples for `train_encoder_quality` and `train_code_reasoning`."""
+"""`judge`: a language model grades sampled pages, to label examples for `train_encoder_quality` and `train_code_reasoning`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 Kind = Literal["scale", "yes_no"]
 Grade = Literal["judgement", "code_judgement", "reasoning_judgement"]
 TEXT = "{text}"
-TOP = 5  # points of the built-in scales
+TOP = 5  # maximum points of the built-in scales
 
-# The quality to grade, and criteria worth one point each. The scales are additive as in FineWeb-Edu (arXiv 2406.17557), in Puna's wording.
+# The quality to grade, and criteria worth one point each. The additive scales follow FineWeb-Edu (arXiv 2406.17557), in Puna's words.
 SCALES: dict[Grade, tuple[str, tuple[str, ...]]] = {
     "judgement": ("how much a reader can learn from the web page below", (
         "It has a subject: it is more than menus, offers, notices or a list of links.",
@@ -65,7 +65,7 @@ YES_NO: dict[Grade, str] = {
 class Question(NamedTuple):
     """A question about a page: the prompt (with a placeholder for the page), the possible answers, and the grade of each answer.
 
-    `start`: the beginning of the model's answer, before a space and one of `answers`. `chat`: ask in the model's chat format.
+    `start`: the beginning of the model's answer, followed by a space and one of `answers`. `chat`: use the model's chat format.
     """
 
     prompt: str
@@ -85,25 +85,25 @@ def built_in(signal: Grade, kind: Kind) -> str:
     return f"{start}\n\n{page}\n\nReply with the number of points alone, one digit from 0 to {len(points)}."
 
 
-MARK = "\ufdd0"  # placeholder of the page in a rendered dialogue; a code point that valid text does not hold
-TOKEN_CHARACTERS = 16  # maximum characters per token to which a page is cut before it is encoded
+MARK = "\ufdd0"  # placeholder for the page in a rendered dialogue: a code point that never occurs in valid text
+TOKEN_CHARACTERS = 16  # maximum characters per token: pages are cut to this length before they are encoded
 
 
 class Grader:
-    """A grader of pages: a model, and a question as token ids: `head`, the page, `tail`, then one of the answers' `tokens`."""
+    """A grader of pages: a model, and a question as token ids: `head`, the page, `tail`, then `tokens` of one answer."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, question: Question, max_tokens: int) -> None:
-        """Encode the question. Raise PunaError if the model lacks the chat format or enough context."""
+        """Encode the question. Raise PunaError if the model has no chat format or too short a context."""
         self.model, self.question, self.max_tokens = model, question, max_tokens
         before, after = _frame(tokenizer, question)
         markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
         self.head = [*([] if question.chat else tokenizer.lead), *markup(before)]
         self.tail, self.tokens = tokens_apart([markup(f"{after} {answer}") for answer in question.answers], question.answers)
-        self._encode = tokenizer.encode  # special tokens written in a page are encoded as plain characters
+        self._encode = tokenizer.encode  # special tokens spelled out in a page are encoded as plain characters
         length, most = len(self.head) + max_tokens + len(self.tail), model.config.max_position_embeddings
         if length > most:
-            raise PunaError(f"judge.max_tokens={max_tokens}: with the prompt's {length - max_tokens} tokens that is more than the "
-                            f"{most} that the model reads; give at most {max(most - length + max_tokens, 0)}")  # fmt: skip
+            raise PunaError(f"judge.max_tokens={max_tokens}: with the prompt's {length - max_tokens} tokens this is more than the "
+                f"{most} that the model reads; give at most {max(most - length + max_tokens, 0)}")  # fmt: skip
 
     def pages(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the first tokens of each page, at most `max_tokens`."""
@@ -112,7 +112,7 @@ class Grader:
     def __call__(self, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return each page's grade and the total probability of the possible answers, both float64[n].
 
-        This takes one forward pass. The question's head is computed once; each page with the tail is a branch of it.
+        This takes one forward pass: the question's head is computed once, and each page with the tail is a branch of it.
         """
         import torch
 
@@ -131,7 +131,7 @@ def _frame(tokenizer: Tokenizer, question: Question) -> tuple[str, str]:
     if not question.chat:
         whole = f"{prompt}\n{question.start}"
     elif tokenizer.template is None:
-        raise PunaError("judge.chat: the model has no chat format; set chat=false, which lets it continue the prompt")
+        raise PunaError("judge.chat: the model has no chat format; set chat=false to let it continue the prompt")
     else:
         dialogue = [{"role": "user", "content": prompt}]
         whole = tokenizer.template.render(dialogue, add_generation_prompt=True) + question.start
@@ -148,7 +148,7 @@ def grader(place: Place, question: Question, max_tokens: int, device: str) -> Gr
     return Grader(model.eval().to(device), tokenizer, question, max_tokens)
 
 
-DIGITS = 4  # the last digits of a network's numbers depend on the machine
+DIGITS = 4  # the last digits of a network's outputs depend on the machine
 BINS = 20
 for _name, _meaning in (
     ("judgement", "a judge's grade of the document's quality"),
@@ -161,32 +161,32 @@ for _name, _meaning in (
 class JudgeConfig(SeededConfig):
     """The question, the documents to grade, and the model's settings."""
 
-    signal: Grade = Field("judgement", description="Signal to write, which selects the built-in prompt: quality, code or reasoning")
-    question: Kind = Field("scale", description="scale: points from 0 to max_grade; yes_no: the probability of Yes against No, 0 to 1")
-    prompt: str | None = Field(None, description="Your own prompt, with {text} in place of the page; null: the built-in prompt")
-    max_grade: int = Field(TOP, ge=1, le=9, description="Maximum grade in a prompt of your own, one digit")
-    answer_start: str = Field("Answer:", description="Beginning of the model's answer, before a space and the grade")
+    signal: Grade = Field("judgement", description="Signal to write, which selects the built-in prompt")
+    question: Kind = Field("scale", description="scale: points from 0 to max_grade; yes_no: the probability of Yes rather than No, 0 to 1")
+    prompt: str | None = Field(None, description="Your own prompt, with {text} as the placeholder for the page; null: the built-in prompt")
+    max_grade: int = Field(TOP, ge=1, le=9, description="Maximum grade in your own prompt, one digit")
+    answer_start: str = Field("Answer:", description="Beginning of the model's answer, followed by a space and the grade")
     chat: bool = Field(True, description="Ask in the model's chat format; false: the model continues the prompt")
-    sample: int = Field(1000, ge=1, description="Maximum documents to grade per source, or given `language`, per source and language")
+    sample: int = Field(1000, ge=1, description="Maximum documents to grade per source, or with `language`, per source and language")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not graded")
-    max_tokens: int = Field(512, ge=8, le=32_768, description="Tokens read of each document's beginning (endpoint: 4 characters each)")
-    batch_documents: int = Field(8, ge=1, le=1024, description="Documents in one forward pass")
+    max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens read from each document (endpoint: 4 characters each)")
+    batch_documents: int = Field(8, ge=1, le=1024, description="Number of documents per forward pass")
     endpoint: EndpointConfig | None = Field(None, description="Remote model that writes the grades; null: the input model or checkpoint")
-    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum length of the remote model's reply, reasoning included, tokens")
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum length of the remote model's reply including reasoning, in tokens")
 
     @field_validator("prompt")
     @classmethod
     def _place_for_the_page(cls, prompt: str | None) -> str | None:
         if prompt is not None and (times := prompt.count(TEXT)) != 1:
-            raise ValueError(f"a prompt has the mark {TEXT} once, where the page goes; this one has it {times} times")
+            raise ValueError(f"a prompt contains {TEXT} once, as placeholder for the page; this one contains it {times} times")
         return prompt
 
     @model_validator(mode="after")
     def _points_of_the_prompt(self) -> JudgeConfig:
         if self.prompt is None and self.max_grade != TOP:
-            raise ValueError(f"max_grade={self.max_grade}: the built-in prompts give {TOP} points; give a prompt too")
+            raise ValueError(f"max_grade={self.max_grade}: the built-in prompts have {TOP} points; give your own prompt, too")
         if self.endpoint is not None and not self.chat:
-            raise ValueError("chat=false: an endpoint is asked by chat; leave chat or the endpoint out")
+            raise ValueError("chat=false: endpoints are always asked by chat; leave out chat or the endpoint")
         return self
 
     def make_question(self) -> Question:
@@ -196,11 +196,11 @@ class JudgeConfig(SeededConfig):
 
 
 def needs(config: JudgeConfig, facts: Facts) -> list[str]:
-    """Return a message if the endpoint's key is missing, and one if a model is given besides the endpoint."""
+    """Return a message if the endpoint's key is missing, and one if a model is given in addition to the endpoint."""
     if config.endpoint is None:
         return []
     both = bool({"model", "checkpoint"} & set(facts.inputs))
-    return [*config.endpoint.unmet("endpoint"), *(["endpoint: it grades in the place of a model; leave one of them out"] if both else [])]
+    return [*config.endpoint.unmet("endpoint"), *(["endpoint: it replaces the model that grades; leave one of them out"] if both else [])]
 
 
 @stage(kind="signals", needs=needs)
@@ -209,14 +209,14 @@ def judge(
 ) -> None:
     """Grade a sample of documents by a language model's probabilities of the possible grades.
 
-    The grade is the mean of the possible grades, weighted by their probabilities as the next token after question and document (G-Eval,
-    Liu et al., arXiv 2303.16634, section 2). Nothing is generated. Documents outside the sample get null. The sample depends only
-    on ids, sources, languages and seed. `train_encoder_quality` and `train_code_reasoning` take the signals as `labels`, as in Llama 3
-    (arXiv 2407.21783, section 3.1.3).
+    The grade is the mean of the possible grades, weighted by their probabilities as the next token after question and document (G-Eval, Liu
+    et al., arXiv 2303.16634, section 2); nothing is generated. Documents outside the sample get null. The sample depends only on ids,
+    sources, languages and seed. `train_encoder_quality` and `train_code_reasoning` take the signals as `labels`, as in Llama 3 (arXiv
+    2407.21783, section 3.1.3).
 
-    `model` is a model of this pipeline; `checkpoint` is a local Hugging Face folder or a GGUF file. The metric `answer_probability` is
-    the mean total probability of the possible answers: if it is low, the model did not understand the question.
-    With `endpoint`, a remote model writes the grades, and `answer_probability` is the share of replies with a grade.
+    `model` is a model of this pipeline; `checkpoint` is a local Hugging Face folder or a GGUF file. The metric `answer_probability` is the
+    mean total probability of the possible answers; if it is low, the model did not understand the question. With `endpoint`, a remote model
+    writes the grades, and `answer_probability` is the share of replies that contain a grade.
     """
     place = None if config.endpoint is not None else place_of("judge", "checkpoint", model, checkpoint, gguf=True)
     ids, sources = documents.read(columns=["id", "source"]).to_pydict().values()
@@ -258,7 +258,7 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
 def _grade_documents(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each chosen document's grade and total probability of the answers. A GPU is used from this process, CPUs from workers."""
+    """Return the grade of each chosen document and the total probability of the answers. A GPU runs in this process, CPUs in workers."""
     import torch
 
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
@@ -278,7 +278,7 @@ def _grade_documents(
 def _ask(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grades that the endpoint's model writes (NaN for a reply without a grade), and 1 for each reply with a grade, else 0."""
+    """Return the grades that the endpoint's model writes (NaN for a reply without one), and 1 for each reply with a grade, else 0."""
     assert config.endpoint is not None
     endpoint, question = Endpoint(config.endpoint, run), config.make_question()
     grades: list[float] = []
@@ -291,7 +291,7 @@ def _ask(
 
 
 def _read_grade(text: str, question: Question) -> float:
-    """Return a reply's grade: its first word Yes or No as 1 or 0, or else the first number in it; NaN without a valid one."""
+    """Return a reply's grade: 1 or 0 if its first word is Yes or No, else the first number in it; NaN without a valid one."""
     if question.answers == ("No", "Yes"):
         word = text.casefold().lstrip("*\"'")
         return 1.0 if word.startswith("yes") else 0.0 if word.startswith("no") else float("nan")
@@ -300,7 +300,7 @@ def _read_grade(text: str, question: Question) -> float:
 
 
 def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Iterator[list[str]]:
-    """Yield the texts of the chosen rows, `size` at a time, in batches that do not depend on how the table is cut."""
+    """Yield the texts of the chosen rows, `size` at a time. The batches do not depend on how the table is divided into shards."""
     first = 0
     waiting: list[str] = []
     for batch in documents.batches(columns=["text"]):
@@ -315,7 +315,7 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
-    """Return each text's grade and total probability of the answers, float64[2, n]. A file keeps both for a resumed run."""
+    """Return each text's grade and total probability of the answers, float64[2, n]. Both are saved in a file for a resumed run."""
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():

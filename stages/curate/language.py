@@ -24,7 +24,7 @@ from puna.stages.curate.signals.user_signals import Failures
 from puna.storage import Artifact
 
 declare_signal("language", str, "ISO 639 code", "most probable language")
-declare_signal("language_score", float, "probability", "probability of that language or one that is confused with it")
+declare_signal("language_score", float, "probability", "probability of that language and of languages confused with it")
 declare_signal("script", str, "ISO 15924 code", "script of most letters; Qaag: Burmese in the Zawgyi encoding")
 NONE = Found(NO_LANGUAGE, 1.0, NO_SCRIPT)
 UNDETERMINED = Found("und", 0.0, NO_SCRIPT)
@@ -34,10 +34,10 @@ MIN_PROGRAM_LINES = 5
 
 
 class LanguageConfig(StageConfig):
-    """Limit on the text that is classified, sources of program text, and custom rows of the table of languages."""
+    """The limit on the classified text, the sources of program text, and custom rows for the table of languages."""
 
-    max_characters: int = Field(10_000, ge=100, le=10_000_000, description="Maximum characters read, in windows spread over a longer text")
-    code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, whose language is zxx (no linguistic content)")
+    max_characters: int = Field(10_000, ge=100, le=10_000_000, description="Maximum characters read, in windows spread over longer texts")
+    code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text; its language is zxx (no linguistic content)")
     rows: tuple[LanguageRow, ...] = Field((), description="Custom rows for the table of languages, or the path of a tab-separated file")
 
     @field_validator("rows", mode="before")
@@ -48,13 +48,13 @@ class LanguageConfig(StageConfig):
 
 @stage(kind="signals", signals=("language", "language_score", "script"))
 def language(documents: Documents, classifier: Classifier | None, config: LanguageConfig, run: StageRun) -> None:
-    """Identify the language and script (Llama 3, section 3.1.1), by `puna.models.languages.vote` or by `classifier`.
+    """Identify the language and script (Llama 3, section 3.1.1), with `puna.models.languages.vote` or with `classifier`.
 
-    Only a document's lines of prose are classified if there are enough, so that the code in a manual does not decide. Program text and text
-    without letters have the language zxx, with score 1. The score adds the probabilities of languages that are easily confused with the
-    language. The classes of `classifier` (made by `import_classifier` with the purpose `language`) are ISO 639 codes, optionally with a
-    script: `en`, `eng`, `eng_Latn`. The table `languages` has stop words for `heuristics` and threshold factors for `select`. A document
-    whose identification fails gets the language und (undetermined) with score 0, and failed_language counts it.
+    If a document has enough lines of prose, only these are classified, so that the code in a manual does not decide its language. Program
+    text and text without letters get the language zxx with score 1. The score is the language's probability plus those of languages easily
+    confused with it. The classes of `classifier` (from `import_classifier` with the purpose `language`) are ISO 639 codes, optionally with
+    a script: `en`, `eng`, `eng_Latn`. The table `languages` has stop words for `heuristics` and threshold factors for `select`. If
+    identification fails, the language is und (undetermined) with score 0, counted in failed_language.
     """
     if classifier is not None:
         load_classifier(classifier, "language")
@@ -127,7 +127,7 @@ def _classify(classifier: Artifact, identity: str, seen: str, names: Names) -> F
 
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
-    """Return language, score and script of `text` by the vote of the stage `language`; zxx, score 1 for code or a text without letters."""
+    """Return language, score and script of `text` as the stage `language` does without a classifier; zxx and 1 for code or no letters."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     results = prose(data, readonly(np.array([0, len(data)])), np.array([True]), max_characters)
     seen = classifier_text(lambda: text, results, 0, max_characters)
@@ -135,9 +135,9 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 
 
 def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
-    """Return a document's text for language identification: its prose, or a sample of the whole text if there is little prose. It is in
-    lower case if most letters are capitals. Return None for code or a text without letters. `found`, `number`: the prose of several
-    documents, and this document's index in it. `text` returns the whole text, and is called only if there is little prose.
+    """Return the text of a document from which its language is identified: its prose, or a sample of the whole text if there is little
+    prose; lower-cased if most letters are capitals. Return None for code or a text without letters. `found`: the prose of several
+    documents; `number`: this document's index in it. `text` returns the whole text; it is called only if there is little prose.
     """
     seen, letters, capitals = found.of(number), found.letters[number], found.capitals[number]
     if letters < PROGRAM_ENOUGH:
@@ -150,7 +150,7 @@ def classifier_text(text: Callable[[], str], found: Prose, number: int, max_char
             letters, capitals = letters_and_capitals(seen)
     if not letters:
         return None
-    # The classifiers saw little capitalised text in training.
+    # The classifiers saw few texts in capital letters in training.
     return seen.lower() if capitals > 0.5 * letters else seen
 
 

@@ -22,30 +22,30 @@ from puna.storage.exchange import Partition, partitions
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-CHARACTERS_PER_BYTE = 2  # a line has about 40 characters; its hash, row and place take 20 bytes
+CHARACTERS_PER_BYTE = 2  # a line has about 40 characters; its hash, row and position take 20 bytes
 MOST_SHOWN = 60
 EXAMPLES = 50
 
 
 class LineDedupConfig(StageConfig):
-    """Limits on how often a line may occur, and the treatment of lines that occur more often."""
+    """Limits on how often a line may occur, and what to do with lines that occur more often."""
 
     unit: Literal["line", "paragraph"] = Field("line", description="Unit of comparison: lines, or paragraphs separated by empty lines")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents per bucket, in id order; occurrences are counted per bucket")
-    max_per_million: float = Field(0.2, ge=0, description="Maximum occurrences of a kept line, per million documents; Llama 3: 0.2")
-    max_occurrences: int = Field(6, ge=1, description="Lower bound, in occurrences, on the limit from max_per_million")
-    min_documents: int = Field(5_000, ge=0, description="Minimum documents of a bucket that loses lines; fewer: examples only")
+    max_per_million: float = Field(0.2, ge=0, description="Maximum number of occurrences of a line, per million documents; Llama 3: 0.2")
+    max_occurrences: int = Field(6, ge=1, description="Minimum for the limit that max_per_million gives, in occurrences")
+    min_documents: int = Field(5_000, ge=0, description="Minimum documents in a bucket to remove lines; fewer: examples only")
     policy: Literal["drop_all", "keep_first"] = Field("drop_all", description="Remove all occurrences of a frequent line, or all but one")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources, such as code, whose lines are not counted or removed")
-    protect_code: bool = Field(False, description="Keep lines that look like code in all sources, so that examples in manuals stay whole")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources, such as code, whose lines are neither counted nor removed")
+    protect_code: bool = Field(False, description="Keep lines that look like code in any source, so that examples in manuals stay whole")
 
     def limit(self, documents: int) -> int:
-        """Return the maximum number of occurrences of a kept line or paragraph in a bucket of `documents` documents."""
+        """Return the maximum number of occurrences of a line or paragraph in a bucket of `documents` documents."""
         return max(self.max_occurrences, int(self.max_per_million * documents / 1e6))
 
     @property
     def newlines(self) -> int:
-        """Return the number of consecutive newlines between two units."""
+        """Return the number of newlines that separate two units."""
         return 1 if self.unit == "line" else 2
 
 
@@ -53,11 +53,11 @@ class LineDedupConfig(StageConfig):
 def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> None:
     """Remove lines or paragraphs (`unit`) that occur too often in a bucket of documents (Llama 3, section 3.1.1: over 6 in 30 million).
 
-    The limit is a rate with a minimum: see `max_per_million`, `max_occurrences` and `min_documents`. Lines are compared by 64-bit hashes,
-    without surrounding white space. About one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted. After a
-    removed line, blank lines are removed too if no line or a blank line stays before it. To bound memory, hashes are partitioned by value
-    and counted; then frequent hashes' places are partitioned by shard. A document that loses all lines is dropped. `removed_lines` has each
-    removed line, so that the input can be rebuilt. `examples` has each bucket's most frequent lines, even if the bucket loses none.
+    `max_per_million`, `max_occurrences` and `min_documents` determine the limit. Lines are compared by 64-bit hashes, ignoring white space
+    at their ends; one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted; those after a removed line are
+    removed too, if they would follow the start of the text or another blank line. To bound memory, hashes are partitioned by value and
+    counted; then the positions of frequent hashes are partitioned by shard. A document that loses all lines is dropped. `removed_lines` has
+    each removed line, so that the input can be rebuilt. `examples` has the most frequent lines of each bucket, even if none is removed.
     """
     shards, rows, size = documents.shards(), documents.rows(), config.bucket_documents
     sizes = {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
@@ -81,7 +81,7 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
         for often, lines in together.items():
             bars[min(often, MOST_SHOWN)] += lines
         points = [(often, float(lines)) for often, lines in sorted(bars.items())]
-        title = f"Lines by how often they occur, {MOST_SHOWN} or more as one"
+        title = f"Lines by number of occurrences, {MOST_SHOWN} or more together"
         run.figure("occurrences", Figure(title, "occurrences", "lines", {"beyond the limit": points}, kind="bar"))
 
 
@@ -106,7 +106,7 @@ def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
 def _frequent(
     pieces: Partition, config: LineDedupConfig, sizes: dict[int, int], starts: NDArray[np.int64]
 ) -> tuple[pa.Table, list[tuple[int, int, int]]]:
-    """Return a row per occurrence of a piece too frequent in its bucket; and triples (bucket, count, number of pieces with this count)."""
+    """Return one row per occurrence of a piece too frequent in its bucket, and (bucket, count, number of pieces with this count) tuples."""
     table = pieces.read()
     hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])
@@ -166,7 +166,7 @@ def _remove(
 
 
 def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return a mask of the pieces that look like code. Each distinct piece is examined once."""
+    """Return a mask of the pieces that look like code. Each distinct piece is examined only once."""
     _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
     seen = np.array([looks_like_code(bytes(data[begin[at] : end[at]]).decode().strip()) for at in first.tolist()], np.bool_)
     return seen[which]

@@ -1,4 +1,4 @@
-"""`minhash_dedup`: removal of near-duplicate documents, found by MinHash and verified by the shingles they share."""
+"""`minhash_dedup`: removal of near-duplicate documents, found by MinHash and verified by their shared shingles."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Exchange, Partition, partitions
 
 COLUMNS = ("id", "fetched_at", "source", "text")
-SHARD_ROWS = 1 << 17  # maximum documents of one job; a job writes one file per exchange
-AT_ONCE = 1 << 25  # maximum characters of a corpus for one worker to compare in memory (150 MB), which saves a fifth of the time
+SHARD_ROWS = 1 << 17  # maximum documents per job; a job writes one file per exchange
+AT_ONCE = 1 << 25  # maximum characters of a corpus that one worker compares in memory (150 MB), which saves a fifth of the time
 KEY_BYTES = 16
 SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
 
@@ -29,11 +29,11 @@ SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
 def minhash_dedup(documents: Documents, signals: Signals | None, config: MinhashDedupConfig, run: StageRun) -> None:
     """Remove near-duplicates (Broder 1997; Llama 3, section 3.1.1).
 
-    Candidates agree in at least one of `bands` bands of their MinHash signatures. They are judged in order of preference: preferred sources
-    first, then the longest, latest or best; ties go by length, time and id. A document is removed if it shares enough shingles with an
-    earlier, kept document, and has no long passage that the kept one lacks. Without `verify`, one document of each chain of candidates is
-    kept. `duplicates` has the evidence. A small corpus is compared in memory. For a larger corpus, band keys are partitioned by value, and
-    candidates by component, over workers. One worker holds all edges between candidates, 16 bytes each.
+    Candidates agree in at least one of `bands` bands of their MinHash signatures. They are decided in order of preference: preferred
+    sources first, then the longest, latest or best; ties go by length, time and id. A document is removed if it shares enough shingles with
+    an earlier, kept document and has no long passage that the kept one lacks. Without `verify`, one document of each chain of candidates is
+    kept. `duplicates` has the evidence. A small corpus is compared in memory. For a larger one, band keys are partitioned by value and
+    candidates by component over the workers. One worker holds all edges between candidates, 16 bytes each.
     """
     if config.survivor == "best_score":
         check_score(signals, config)
@@ -65,9 +65,9 @@ def _members(run: StageRun, documents: Artifact, parts: list[Part], config: Minh
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
-    """Raise PunaError if the signal `score`, which ranks near-duplicates, is missing."""
+    """Raise PunaError if the signal `score` is needed to rank near-duplicates but missing."""
     if signals is None:
-        raise PunaError("minhash_dedup.survivor is best_score: give the signals that hold the score")
+        raise PunaError("minhash_dedup.survivor is best_score: give signals that contain the score")
     if config.score not in signals.columns():
         names = ", ".join(name for name in signals.columns() if name != "id")
         raise PunaError(f"minhash_dedup.score: {signals.id} has no signal {config.score!r}; it has {names}")
@@ -77,8 +77,8 @@ def _keys(part: Part, config: MinhashDedupConfig) -> Iterator[pa.Table]:
     for block in part.split():
         results = shingle(block.read()["text"], config)
         _, keys = sign(results, config)
-        filled = np.flatnonzero(np.diff(results.offsets))  # a document without shingles is no duplicate
-        # Equal values in two bands must be different keys.
+        filled = np.flatnonzero(np.diff(results.offsets))  # a document without shingles cannot be a duplicate
+        # Equal values in two different bands must have different keys.
         own = keys[filled] ^ (np.arange(1, config.bands + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         yield pa.table({"key": own.T.ravel(), "row": np.tile(filled + block.start, config.bands).astype(np.int64)})
 
@@ -90,12 +90,12 @@ def _edges(keys: Partition) -> pa.Table:
     place, key = (rows[name].combine_chunks().to_numpy() for name in ("row", "key"))
     order = np.argsort(place, kind="stable")
     results = place[order][edges(key[order])]
-    first, second = np.unique(results, axis=0).T  # many bands give the same edge
+    first, second = np.unique(results, axis=0).T  # several bands may give the same edge
     return pa.table({"first": first, "second": second, "all": np.zeros(len(first), np.int32)})
 
 
 def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
-    """Return `row`, `component` (the smallest row in it) and `part` number of each document with an edge."""
+    """Return `row`, `component` (its smallest row) and `part` number of each document with an edge."""
     from puna.stages.curate.minhash.near_duplicates import roots, unite
 
     rows = edges.read()
@@ -117,7 +117,7 @@ def _gather(
 
 
 def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig) -> Iterator[pa.Table]:
-    """Yield the candidates of one part; their texts are read again, since the shingles of all documents would need more memory."""
+    """Yield the candidates of one part. Their texts are read again, since keeping the shingles of all documents would take more memory."""
     part, members = item
     table = members.read()
     rows, component = (table[name].combine_chunks().to_numpy() for name in ("row", "component"))

@@ -1,4 +1,4 @@
-"""`minhash_update`: near-deduplication of added documents against a deduplicated corpus, without deduplicating that corpus again."""
+"""`minhash_update`: deduplication of added documents against a deduplicated corpus, without repeating the corpus's deduplication."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Decisions = Annotated[Documents, Reads((f"{INDEX}/", "duplicates.parquet", "revi
 
 @stage(kind="documents", filters="documents")
 def minhash_update(documents: Documents, previous: list[Decisions], signals: Signals | None, config: StageConfig, run: StageRun) -> None:
-    """Remove near-duplicates from added documents, whose ids must be new, and record the earlier decisions that change.
+    """Remove near-duplicates from added documents, which must have new ids, and record which earlier decisions change.
 
-    `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result has the kept added documents,
-    evidence for the removed ones, and an index of both; `revisions` has the earlier documents whose decision changes. Only components with
-    added documents are decided again. All decisions, combined by `verdicts`, equal those of `minhash_dedup` on all documents.
+    `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result has the added documents that are
+    kept, evidence for those removed, and an index of both; `revisions` has the earlier documents whose decision changes. Only components
+    with added documents are decided again. The combined decisions (see `verdicts`) equal those of `minhash_dedup` on all documents.
     """
     settings = _configuration(previous)
     if settings.survivor == "best_score":
@@ -54,7 +54,7 @@ def _revisions(file: str) -> dict[str, pa.Table]:
 
 
 def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: list[str], config: MinhashDedupConfig) -> int:
-    """Write the added documents' index, the removals among them, and the earlier decisions that change. Return the number of candidates."""
+    """Write the added documents' index, the removals among them, and the changed earlier decisions. Return the number of candidates."""
     write_index(folder, sketches, config)
     indices = [*(Index.of(artifact) for artifact in previous), Index.open(folder)]
     members = _affected_members(indices, config)
@@ -74,7 +74,7 @@ def _decide(sketches: list[str], previous: list[Artifact], folder: Path, files: 
 
 
 def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[str, tuple[str, float]]:
-    """Return removed document → (survivor, similarity), after a `minhash_dedup` and its updates. `ids`: return these documents only."""
+    """Return removed document → (survivor, similarity) after a `minhash_dedup` and its updates. `ids`: return only these documents."""
     result: dict[str, tuple[str, float]] = {}
     for artifact in artifacts:
         for table in ("revisions", "duplicates"):
@@ -94,11 +94,11 @@ def verdicts(artifacts: list[Artifact], ids: list[str] | None = None) -> dict[st
 def _configuration(previous: list[Artifact]) -> MinhashDedupConfig:
     stages = [artifact.manifest.stage for artifact in previous]
     if stages != ["minhash_dedup", *["minhash_update"] * (len(stages) - 1)]:
-        raise PunaError(f"minhash_update.previous is one minhash_dedup and then its updates; these were made by {', '.join(stages)}")
+        raise PunaError(f"minhash_update.previous must be a minhash_dedup and then its updates; these were made by {', '.join(stages)}")
     for number, artifact in enumerate(previous[1:], 1):
         keys = [record.key for record in artifact.manifest.inputs if record.name == "previous"]
         if keys != [before.key for before in previous[:number]]:
-            raise PunaError(f"minhash_update.previous: {artifact.id} continues other artifacts than the {number} given before it")
+            raise PunaError(f"minhash_update.previous: {artifact.id} does not continue the {number} artifacts given before it")
     return MinhashDedupConfig(**previous[0].manifest.config)
 
 
@@ -114,7 +114,7 @@ def _gather(indices: list[Index], members: Members, name: str) -> NDArray[Any]:
 
 
 def _affected_members(indices: list[Index], config: MinhashDedupConfig) -> Members:
-    """Return the added documents with shingles, and all documents linked to them by shared band keys, directly or indirectly."""
+    """Return the added documents with shingles, and all documents connected to them by shared band keys, directly or indirectly."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     masks = [np.zeros(len(index.facts), bool) for index in indices]
@@ -136,7 +136,7 @@ def _decide_candidates(indices: list[Index], members: Members, config: MinhashDe
 
     names = [index.ids() for index in indices]
     if any((known[np.minimum(np.searchsorted(known, names[-1]), len(known) - 1)] == names[-1]).any() for known in names[:-1] if len(known)):
-        raise PunaError("minhash_update: a document with the same id was deduplicated before; give documents that are new")
+        raise PunaError("minhash_update: a document with the same id was deduplicated before; give only new documents")
     ids = np.concatenate([names[s][members.row[members.segment == s]] for s in range(len(indices))])
     facts, signatures = _gather(indices, members, "facts"), _gather(indices, members, "signatures")
     text = [identity.decode() for identity in ids.tolist()]

@@ -1,4 +1,4 @@
-"""`pii`: masking of personal data in documents, and removal of documents with too much personal data."""
+"""`pii`: masking of personal data, and removal of documents that contain too much of it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ALL: tuple[Entity, ...] = ("email", "iban", "card", "ssn", "ip_address", "addres
 
 
 class PiiConfig(StageConfig):
-    """Kinds of personal data to mask, numbers of pieces that drop a document, and the maximum size of a document."""
+    """The kinds of personal data to mask, the counts that drop a document, and the maximum size of a document."""
 
-    entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data that are masked")
-    drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → count of pieces that drops a document, e.g. {ssn: 1}")
-    code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, where numbers are rarely personal")
-    code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds that are masked in code_sources")
-    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of a document in UTF-8 bytes; a larger one is dropped")
+    entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data to mask")
+    drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → number of pieces that drops a document: {ssn: 1}")
+    code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, in which numbers are rarely personal")
+    code_entities: tuple[Entity, ...] = Field(("email",), description="Kinds to mask in code_sources")
+    max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of a document in UTF-8 bytes; larger ones are dropped")
 
 
 @stage(kind="documents", filters="documents")
 def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
-    """Mask e-mail and postal addresses, phone, card, bank account and social security numbers and public IP addresses.
+    """Mask e-mail and postal addresses, phone, card, bank account and social security numbers, and public IP addresses.
 
-    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts each
-    document's masked pieces by kind. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind, masked or not. The
-    rule `pii_failed` drops documents that are too long, or whose search fails: they may contain personal data.
+    A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts each document's
+    masked pieces by kind. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind, masked or not. The rule
+    `pii_failed` drops documents that are too long or whose search fails, since they may contain personal data.
     """
     run.transform(_mask, documents, config)
 
@@ -51,14 +51,14 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
     clean: list[str] = []
     scores: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
-    # A text that cannot hold personal data is not searched.
+    # Texts that cannot contain personal data are not searched.
     possible = seen & np.where(in_code, needed_hints(searched_in_code), needed_hints(searched)) != 0
     for row in np.flatnonzero(possible | (sizes > config.max_text_bytes)).tolist():
         identity = ids[row].as_py()
         if sizes[row] > config.max_text_bytes:
             keep[row] = False
             failure = {"id": identity, "rule": "pii_failed", "value": float(sizes[row]), "threshold": float(config.max_text_bytes)}
-            dropped.append({**failure, "detail": "the text is too long to be searched, bytes"})
+            dropped.append({**failure, "detail": "the text is too long to search, in bytes"})
             continue
         try:
             text = texts[row].as_py()
@@ -73,7 +73,7 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
         over = next((kind for kind, limit in sorted(config.drop.items()) if counts[kind] >= limit), None)
         if over is not None:
             keep[row], limit = False, config.drop[over]
-            detail = f"{counts[over]} of kind {over}, dropped from {limit} on"
+            detail = f"{counts[over]} of kind {over}; {limit} or more are dropped"
             dropped.append({"id": identity, "rule": f"pii_{over}", "value": counts[over], "threshold": limit, "detail": detail})
             continue
         entities = config.code_entities if in_code[row] else config.entities

@@ -1,4 +1,4 @@
-"""`quality`: scores of documents as training data, by the model that comes with Puna or by a classifier as in Llama 3 and DCLM."""
+"""`quality`: scores of documents as training data, from Puna's own model or from a classifier as in Llama 3 and DCLM."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
-# Optional: a crawl may have no English, or only sources that a classifier exempts.
-declare_signal("quality", float, "probability", "probability that the document is good, by a model that did not see it", optional=True)
-declare_signal("quality_rank", float, "fraction of documents", "share of the scored documents with a lower quality", optional=True)
+# Optional: a crawl may contain no English, or only sources that a classifier exempts.
+declare_signal("quality", float, "probability", "probability that the document is good, from a model not trained on it", optional=True)
+declare_signal("quality_rank", float, "fraction of documents", "share of scored documents with lower quality", optional=True)
 GOOD, OTHER = "good", "other"
 
 
 class QualityConfig(StageConfig):
-    """Choice of the class whose probability is the quality."""
+    """The class whose probability is the quality."""
 
     positive: str = Field(GOOD, min_length=1, description="Class of the input `classifier` whose probability is the quality")
 
 
 LANGUAGES = (
-    "without a classifier the documents' languages are needed: --input language=signals/ID of the stage language; "
-    "in a recipe keep the step language, or leave this one out, --set quality=null --set select_model.quality=null"
+    "without a classifier, the documents' languages are needed: --input language=signals/ID of the stage language; "
+    "in a recipe, keep the step language, or leave this step out with --set quality=null --set select_model.quality=null"
 )
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """Return messages for unmet needs: without a classifier, `language` must be given, and `positive` must be the default."""
+    """Require `language` and the default `positive` if no classifier is given."""
     return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
 
 
 def _lacking(config: QualityConfig, language: bool) -> list[str]:
-    classes = f"positive={config.positive!r}: the model that comes with Puna has no classes; give a classifier, or leave positive out"
+    classes = f"positive={config.positive!r}: Puna's own model has no classes; give a classifier, or leave positive out"
     return [*([] if language else [LANGUAGES]), *([] if config.positive == GOOD else [classes])]
 
 
 @stage(kind="signals", signals=("quality", "quality_rank"), needs=needs)
 def quality(documents: Documents, classifier: Classifier | None, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
-    """Score documents with the model that comes with Puna, or with a classifier of `train_classifier` or `import_classifier`.
+    """Score documents with Puna's own model, or with a classifier from `train_classifier` or `import_classifier`.
 
     Puna's model (`puna.models.classifiers.grades`) was trained on a judge's grades of English documents: `quality` is the probability of a
-    grade of 3 (good text) or more, null for other languages. A `classifier`, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM
-    (2406.11794), usually tells good sources from others: `quality` is the probability of `positive`, null for exempt sources. A classifier
-    of `train_classifier` judges each document by a model not trained on it. It also learns how sources differ in subject or language.
-
-    `quality_rank` is the share of scored documents with a lower quality, among documents of the same language if `language` is given.
+    grade of 3 (good text) or more; null for other languages. A `classifier`, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM
+    (2406.11794), usually separates good sources from others: `quality` is the probability of the class `positive`; null for exempt sources.
+    A classifier from `train_classifier` scores each document with a model not trained on it; it also picks up how sources differ in subject
+    and language. `quality_rank` is the share of scored documents with lower quality, within the document's language if `language` is given.
     """
     if classifier is None:
         if language is None or _lacking(config, True):
@@ -123,14 +122,14 @@ def _grade(part: Part, language: Artifact) -> pa.Table:
 
 
 def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], values: NDArray[np.float64]) -> pa.Table:
-    """Return the table that `write_scores` expects from `score`: all `ids`, with the quality `values` in `rows` and null in other rows."""
+    """Return the table that `score` must return for `write_scores`: all `ids`, with quality `values` in `rows` and null in other rows."""
     quality = np.full(len(ids), np.nan)
     quality[rows] = values
     return pa.table({"all": np.zeros(len(ids), np.int32), "id": ids, "quality": pa.array(quality, from_pandas=True)})
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
-    """Return for each value the share of lower values in its group, float64[n] in [0, 1); equal values have equal ranks."""
+    """Return for each value the share of values in its group that are lower, float64[n] in [0, 1); equal values have equal ranks."""
     ranks = np.zeros(len(values))
     for group in np.unique(groups):
         members = groups == group

@@ -14,16 +14,16 @@ from puna.storage.schemas import table_schema
 
 DECIDED = pa.schema([("id", pa.string()), ("kept_id", pa.string()), ("similarity", pa.float64()), ("detail", pa.string())])
 """Schema of decisions: the ids of a removed document and of the document kept instead, their similarity, and an explanation."""
-MANY = 100_000  # approximate number of decisions in a partition if every document is removed
+MANY = 100_000  # approximate number of decisions per partition if every document is removed
 
 
 def remove(
     run: StageRun, documents: Artifact, decide: Callable[..., Any], items: Sequence[Any], *args: Any, method: str, rule: str,
     threshold: float | None = None,
 ) -> Sequence[Any]:  # fmt: skip
-    """Remove the documents that `decide(item, *args)` lists in tables with the schema DECIDED; evidence goes to `duplicates` and `dropped`.
+    """Remove the documents in the tables `decide(item, *args)` (schema DECIDED); write the evidence to `duplicates` and `dropped`.
 
-    Return the JSON value that `decide` gave beside its table, per item. If `threshold` is None, threshold and value are null in `dropped`.
+    Return the JSON value that `decide` returned with each item's table. With `threshold` None, threshold and value are null in `dropped`.
     """
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)

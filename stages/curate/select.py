@@ -18,12 +18,12 @@ from puna.stages.curate.rules.groups import RULE_GROUPS, Drop, LineRules, Rule, 
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
 
-FAILED = Rule("failed", Drop(FAILURE, "not in", "keep"), ("",), (), ())  # drops documents that no stage could measure
+FAILED = Rule("failed", Drop(FAILURE, "not in", "keep"), ("",), (), ())  # drops documents that a stage failed to measure
 LINE_TABLES = {
     "line_signals": ("lines.max_ngram_coverage", "give the signals of one heuristics stage"),
     "c4_lines": ("lines.final_punctuation or min_line_words", "give the signals of one heuristics stage with c4_lines=true"),
 }
-"""Table of lines → the rules that read it, and the remedy if it is missing."""
+"""Table of lines → the settings that need it, and what to do if it is missing."""
 
 
 class SelectConfig(StageConfig):
@@ -35,17 +35,17 @@ class SelectConfig(StageConfig):
     c4: rules.C4Rules | None = Field(rules.C4Rules(), description="C4's rules")
     fineweb: rules.FineWebRules | None = Field(rules.FineWebRules(), description="FineWeb's rules")
     dirty_words: rules.DirtyWordRules | None = Field(rules.DirtyWordRules(), description="Rules on the adult vocabulary")
-    divergence: rules.DivergenceRules | None = Field(rules.DivergenceRules(), description="Rules on the distance from the corpus")
+    divergence: rules.DivergenceRules | None = Field(rules.DivergenceRules(), description="Rules on the divergence from the corpus")
     ngram_coverage: rules.NgramCoverageRules | None = Field(rules.NgramCoverageRules(), description="Rules on repetition within a document")
-    notices: rules.NoticeRules | None = Field(rules.NoticeRules(), description="Rules on legal pages, and on notices instead of a page")
-    curated: rules.CuratedRules | None = Field(rules.CuratedRules(), description="Rules on curated sources")
-    code: rules.CodeRules | None = Field(rules.CodeRules(), description="Rules on source code")
+    notices: rules.NoticeRules | None = Field(rules.NoticeRules(), description="Rules on legal pages, and on notices in place of a page")
+    curated: rules.CuratedRules | None = Field(rules.CuratedRules(), description="Rules for curated sources")
+    code: rules.CodeRules | None = Field(rules.CodeRules(), description="Rules for source code")
     code_reasoning: rules.CodeReasoningRules | None = Field(rules.CodeReasoningRules(), description="Rules on pages with code or reasoning")
     quality: rules.QualityRules | None = Field(None, description="Rules on the quality classifier's score")
-    domains: rules.DomainRules | None = Field(None, description="Rules on the knowledge classifier's category")
-    lines: LineRules | None = Field(LineRules(), description="Removal of lines from documents that are kept")
-    per_language: bool | None = Field(True, description="Scale thresholds by the document's language, if signals of `language` are given")
-    groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Groups of rules from other packages or your own module, by name")
+    domains: rules.DomainRules | None = Field(None, description="Rules on the knowledge type")
+    lines: LineRules | None = Field(LineRules(), description="Removal of lines from kept documents")
+    per_language: bool | None = Field(True, description="Scale thresholds by the document's language, if signals from `language` are given")
+    groups: dict[str, SerializeAsAny[RuleGroup]] = Field({}, description="Rule groups from other packages or your own module, by name")
     sql: dict[str, str] = Field({}, description="SQL rules by name: conditions on signals and `source` that drop a document if true")
 
     @field_validator("groups", mode="before")
@@ -58,7 +58,7 @@ class SelectConfig(StageConfig):
         result = {}
         for name, values in (given or {}).items():
             if name not in RULE_GROUPS:
-                raise ValueError(f"{name!r} is no group of rules from a package or module{did_you_mean(name, sorted(RULE_GROUPS))}")
+                raise ValueError(f"{name!r} is not a rule group of a package or module{did_you_mean(name, sorted(RULE_GROUPS))}")
             result[name] = values if isinstance(values, RuleGroup) else RULE_GROUPS[name].model_validate(values or {})
         return result
 
@@ -83,7 +83,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return messages: on the first missing signal or bad rule, else on each missing or repeated line table; none if tables are unknown."""
+    """Return a message on the first missing signal or bad rule, or on each missing or repeated line table; none if tables are unknown."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -100,15 +100,15 @@ def needs(config: SelectConfig, facts: Facts) -> list[str]:
 def select(documents: Documents, signals: list[Signals], config: SelectConfig, run: StageRun) -> None:
     """Apply rules to signals, and keep the documents that no rule drops.
 
-    Documents that could not be measured are dropped first, as `failed`. Then rules apply in order: the declared thresholds,
-    `groups`, `sql`. `dropped` has the first rule that fires, with value and threshold. With the signals of the stage `language`, a
-    threshold is multiplied by its factor for the document's language (table `languages`). If that factor is null, the rule skips the
-    document, and abstained_RULE counts it. A document without a row of signals is an error. A null signal drops the document, except for
-    rules on signals that not every document has. Kept documents lose lines that repeat earlier text and, if configured, lines that
-    C4 removes (`removed_lines`). A document that loses all its lines is dropped.
+    Documents that could not be measured are dropped first, as `failed`. Then rules apply in order: the declared thresholds, `groups`,
+    `sql`. `dropped` has the first rule that fires, with value and threshold. With signals from the stage `language`, a threshold is
+    multiplied by its factor for the document's language (table `languages`). If that factor is null, the rule skips the document, which is
+    counted in abstained_RULE. A document without a row of signals is an error. A null signal drops the document, unless the rule's signal
+    is one that not every document has. Kept documents lose lines that repeat earlier text and, if configured, lines that C4 removes
+    (`removed_lines`). A document that loses all its lines is dropped.
     """
     if not documents.rows():
-        run.transform(_select, documents)  # signals of an empty corpus lack the columns that rules read
+        run.transform(_select, documents)  # the signals of an empty corpus lack the columns that rules read
         return
     thresholds, expressions = list(active_rules(config)), config.expressions()
     carried = carried_signals(signals)
@@ -136,7 +136,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
 
 def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
-    """Record per rule how many documents it skips, if any: those, in `languages`, of languages whose factor for its signal is null."""
+    """Record the number of documents that each rule skips, if any: in `languages`, the factor for the rule's signal is null."""
     for rule in rules:
         column = rule.drop.signal + FACTOR
         if column in languages.column_names and (count := pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()):
@@ -144,7 +144,7 @@ def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> No
 
 
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
-    """Return signal → id of the artifact that carries it; raise PunaError if two artifacts carry one signal."""
+    """Return signal → id of the artifact that contains it. Raise PunaError if two artifacts contain the same signal."""
     carried: dict[str, str] = {}
     for artifact in signals:
         for name in artifact.columns("signals"):
@@ -154,7 +154,7 @@ def carried_signals(signals: list[Artifact]) -> dict[str, str]:
 
 
 def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:
-    """Return `columns` of the signals of documents, one row per id in `ids` (sorted); raise PunaError if a document has no row."""
+    """Return `columns` of the documents' signals, one row per id in `ids` (sorted). Raise PunaError if a document has no row."""
     if len(ids) == 0:
         return artifact.schema().empty_table().select(columns)
     return _align(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _label(artifact)).select(columns)
@@ -178,7 +178,7 @@ def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) 
         count = sum(name in tables for tables in carried)
         if count != 1:
             rule, off = LINE_TABLES[name]
-            problems.append(f"{rule} reads the table {name!r}, which {count} inputs carry; {off}, or set lines=null")
+            problems.append(f"{rule} reads the table {name!r}, which {count} inputs contain; {off}, or set lines=null")
     return problems
 
 
@@ -244,7 +244,7 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
     """Return the text without the lines whose numbers (from 0) are in `gone`, and the removed text by line number.
 
-    As in `line_dedup`, blank lines after a removed line go with it if the kept text before is empty or ends in a blank line.
+    As in `line_dedup`, blank lines after a removed line are also removed if the kept text before them is empty or ends in a blank line.
     """
     lines, rest, removed, at = text.split("\n"), [], {}, 0
     while at < len(lines):

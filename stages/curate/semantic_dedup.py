@@ -1,4 +1,4 @@
-"""`semantic_dedup`: removal of documents with similar TF-IDF vectors or encoder vectors (SemDeDup)."""
+"""`semantic_dedup`: removal of documents with similar TF-IDF or encoder vectors (SemDeDup)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Exchange, Partition, partitions
 
-JOB_ROWS = 1 << 17  # documents of one job; sums of vectors must not depend on settings of the run
+JOB_ROWS = 1 << 17  # documents per job, fixed because sums of vectors must not depend on settings of the run
 
 
 class SemanticDedupConfig(SeededConfig):
-    """Settings of document vectors, of clusters, and of the removal of similar documents."""
+    """Settings of the document vectors, the clusters, and the removal of similar documents."""
 
-    threshold: float = Field(0.95, gt=0, le=1, description="Minimum cosine similarity of a removed and a kept document")
-    dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Dimensions of the projected TF-IDF vectors")
-    buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Hash buckets of the vocabulary of TF-IDF")
-    max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens of a document that an encoder reads, from its beginning")
-    cluster_documents: int = Field(1000, ge=2, description="Average documents per cluster; only documents of one cluster are compared")
-    iterations: int = Field(10, ge=1, le=100, description="Steps of spherical k-means")
-    min_words: int = Field(20, ge=1, description="Minimum length of a document that may be removed, words")
-    survivor: Literal["longest", "latest"] = Field("longest", description="Document to keep among duplicates")
+    threshold: float = Field(0.95, gt=0, le=1, description="Minimum cosine similarity between a removed and a kept document")
+    dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Number of dimensions that TF-IDF vectors are projected to")
+    buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Number of hash buckets for the TF-IDF vocabulary")
+    max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens that an encoder reads, from a document's beginning")
+    cluster_documents: int = Field(1000, ge=2, description="Average documents per cluster; only documents in one cluster are compared")
+    iterations: int = Field(10, ge=1, le=100, description="Number of spherical k-means iterations")
+    min_words: int = Field(20, ge=1, description="Minimum length of documents that may be removed, in words")
+    survivor: Literal["longest", "latest"] = Field("longest", description="Which document to keep among duplicates")
 
 
 @stage(kind="documents", filters="documents")
 def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
     """Remove documents whose vector is close to that of a kept document (SemDeDup, Abbas et al. 2023). `survivor` says which one is kept.
 
-    Vectors are randomly projected TF-IDF of normalized words: they match reordered and lightly edited text, but not paraphrases. With a
-    `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states minus the corpus mean (Mu and
-    Viswanath 2018). Documents are clustered by spherical k-means. A cluster's documents are visited in order of preference; a document is
-    removed if its cosine with a kept document reaches `threshold`; one under `min_words` words stays. `duplicates` has pairs and cosines.
+    The default vectors are random projections of TF-IDF over normalized words; they match reordered and lightly edited text, not
+    paraphrases. With a `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states minus the corpus
+    mean (Mu and Viswanath 2018). Documents are clustered by spherical k-means and visited in order of preference within their cluster. A
+    document of at least `min_words` words is removed if its cosine with a kept one reaches `threshold`. `duplicates` has pairs and cosines.
     """
     if not documents.rows():
         return
@@ -118,7 +118,7 @@ def _vectors(number: int, table: pa.Table, words: NDArray[np.int64], vectors: ND
 
 
 def _read(table: pa.Table, common: NDArray[np.float64] | None) -> NDArray[np.float32]:
-    """Return the documents' vectors [n, D] as stored, or if `common` is given, minus `common` and scaled to unit length."""
+    """Return the documents' vectors [n, D] as stored or, if `common` is given, minus `common` and scaled to unit length."""
     column = table["vector"].combine_chunks()
     vectors = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     if common is None:
@@ -134,7 +134,7 @@ def _sum(vectors: Partition) -> NDArray[np.float64]:
 def _centers(
     vectors: Exchange, common: NDArray[np.float64] | None, config: SemanticDedupConfig, run: StageRun
 ) -> NDArray[np.float32] | None:
-    """Return cluster centers [C, D] of spherical k-means that starts from random documents; None for a single cluster."""
+    """Return the cluster centers [C, D] of spherical k-means, started at random documents; None for a single cluster."""
     count = vectors.rows // config.cluster_documents
     if count <= 1:
         return None
@@ -168,7 +168,7 @@ def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArr
 
 
 def _cluster(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
-    """Return documents with their cluster number and the cluster's partition, `place` (0 to `size` - 1)."""
+    """Return documents with their cluster number, and with `place`, the number of the cluster's partition (0 to `size` - 1)."""
     table = vectors.read()
     own = _read(table, common)
     cluster = np.zeros(len(own), np.int64) if centers is None else np.argmax(own @ centers.T, axis=1)
@@ -183,7 +183,7 @@ def _decide(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table,
     vectors = _read(table, None)
     cluster, words, fetched = (table[name].to_numpy() for name in ("cluster", "words", "fetched"))
     first, second = (fetched, words) if config.survivor == "latest" else (words, fetched)
-    order = np.lexsort((-second, -first, cluster))  # rows come in order of ids, which break ties
+    order = np.lexsort((-second, -first, cluster))  # rows are sorted by id, which breaks ties
     bounds = np.flatnonzero(np.diff(cluster[order], prepend=-1, append=-1))
     ids = table["id"].to_pylist()
     results = []
@@ -195,7 +195,7 @@ def _decide(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table,
 
 
 def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: float) -> list[tuple[int, int, float]]:
-    """Return (removed row, kept row, cosine) for the duplicates in a cluster, whose `rows` are in order of preference."""
+    """Return (removed row, kept row, cosine) for each duplicate in a cluster, whose `rows` are in order of preference."""
     own = vectors[rows].astype(np.float64)
     survivors: list[int] = []
     pairs = []

@@ -1,4 +1,4 @@
-"""`substring_dedup`: removal of passages that repeat word for word across and inside documents."""
+"""`substring_dedup`: removal of passages that repeat word for word, within and across documents."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from puna.storage.parts import ShardRows
 from puna.storage.schemas import table_schema
 
 JOB_ROWS = 1 << 17
-WINDOW_BYTES = 4  # approximate bytes per character of text: each word has the hash and the place of a window
+WINDOW_BYTES = 4  # approximate bytes per character of text: each word has the hash and the position of a window
 
 
 class SubstringDedupConfig(StageConfig):
-    """Minimum lengths, in words, of a removed passage and of its document afterwards; the exempt sources."""
+    """Minimum lengths, in words, of a removed passage and of what remains of its document; the exempt sources."""
 
-    words: int = Field(50, ge=2, le=10_000, description="Minimum length of a repeated passage that is removed, words")
-    min_words: int = Field(20, ge=0, description="Minimum words left in a document that loses a passage; else it is dropped")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither searched nor cut")
+    words: int = Field(50, ge=2, le=10_000, description="Minimum length of a repeated passage to remove, in words")
+    min_words: int = Field(20, ge=0, description="Minimum words left in a document that loses a passage; otherwise it is dropped")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither searched nor changed")
 
 
 @stage(kind="documents", filters="documents")
 def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: StageRun) -> None:
     """Remove all but the first occurrence, in id order, of passages of at least `words` words (Lee et al. 2021, ExactSubstr).
 
-    White space is ignored. `removed_spans` has every removed passage. A document left with too few words by a removal is dropped. Windows'
-    hashes are partitioned by value. A repeated window goes to its first occurrence's shard, which adds that document's id, then to its own.
-    """
+    White space is ignored. `removed_spans` has every removed passage. A document is dropped if a removal leaves too few words. The hashes
+    of word windows are partitioned by value. A repeated window is sent first to the shard of its first occurrence, which adds that
+    document's id, and then to its own shard."""
     shards = documents.shards()
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
@@ -67,10 +67,10 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
 
 
 def _repeats(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
-    """Return all windows but the first of each hash, with the shard and row of the first; and the number of repeated hashes."""
+    """Return all windows except the first of each hash, with the shard and row of the first; and the number of repeated hashes."""
     table = windows.read()
     hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "window"))
-    order = np.argsort(hashes, kind="stable")  # windows come in the order of rows
+    order = np.argsort(hashes, kind="stable")  # windows are in row order
     again = np.append(False, np.diff(hashes[order]) == 0) if len(order) else np.zeros(0, bool)
     begins = np.flatnonzero(~again)
     first = row[order[begins[np.cumsum(~again) - 1]]][again]

@@ -19,17 +19,17 @@ from puna.storage import Artifact, PunaError, errors_at
 Purpose = Literal["quality", "language", "classify"]
 NAME = "class"
 PURPOSE = "Stage that applies the classifier: quality, language, or classify, which writes class and probability"
-declare_signal("classifier_label", str, "", "most probable class of the classifier that was applied", optional=True)
+declare_signal("classifier_label", str, "", "most probable class of the applied classifier", optional=True)
 declare_signal("classifier_score", float, "probability", "probability of that class", optional=True)
 
 
 class TrainClassifierConfig(ClassifierConfig):
-    """Purpose and labels of the classifier, and fastText's settings."""
+    """The classifier's purpose and labels, and fastText's settings."""
 
     purpose: Purpose = Field("quality", description=PURPOSE)
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources of the class `good`, if no `labels` are given")
-    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither examples nor scored")
-    label: str = Field("judgement", min_length=1, description="Signal of `labels`: words are classes; a number is `good` or `other`")
+    exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither training examples nor scored")
+    label: str = Field("judgement", min_length=1, description="Signal of `labels`: text names the class; a number means `good` or `other`")
     min_label: float = Field(3.0, description="Minimum numeric label of the class `good`")
 
 
@@ -38,22 +38,22 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
     names = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
     if facts.inputs.get("labels") or not names or (names & set(config.positive_sources) and names - set(config.positive_sources)):
         return []
-    what = "all inputs have such a name, and others are needed too" if names & set(config.positive_sources) else "no input has such a name"
+    what = "all inputs have these names; others are needed too" if names & set(config.positive_sources) else "no input has such a name"
     return [
         f"positive_sources={list(config.positive_sources)}: {what} (they are {', '.join(sorted(names))}). "
-        "Name the good one, --input wikipedia=URI, or name its source with --set 'train_quality.positive_sources=[NAME]', "
-        "or give a classifier that was trained before, --input classifier/ID, "
-        "or let the model that comes with Puna judge, --set train_quality=null"
+        "Name the good input, --input wikipedia=URI, or set its source with --set 'train_quality.positive_sources=[NAME]', "
+        "or give an already trained classifier, --input classifier/ID, "
+        "or use Puna's own quality model, --set train_quality=null"
     ]
 
 
 @stage(kind="classifier", needs=needs)
 def train_classifier(documents: Documents, labels: Signals | None, config: TrainClassifierConfig, run: StageRun) -> None:
-    """Train a fastText classifier that separates documents of good sources from all others, or that predicts an earlier stage's labels.
+    """Train a fastText classifier that separates documents of good sources from all others, or that predicts the labels of an earlier
+    stage.
 
     For each fold, one model is trained on the documents of the other folds (see `puna.stages.curate.classifiers.fold_models`). The stage
-    that `purpose` names applies the models. Equal inputs give byte-identical models. Metrics and figures are computed out of fold.
-    """
+    named by `purpose` applies the models. Equal inputs give byte-identical models. Metrics and figures are computed out of fold."""
     if labels is not None and config.label not in labels.columns():
         there = ", ".join(name for name in labels.columns() if name != "id")
         raise PunaError(f"train_classifier.label: {labels.id} has no signal {config.label!r}; it has {there}")
@@ -63,7 +63,7 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
     if len(classes) < 2:
         sources = sorted({name for rows in documents.batches(columns=["source"]) for name in rows["source"].unique().to_pylist()})
         raise PunaError(
-            f"train_classifier: {counts.total()} documents have a label, of {', '.join(classes) or 'no class'}; two "
+            f"train_classifier: {counts.total()} documents have a label, of {', '.join(classes) or 'no class'}, but two "
             f"classes are needed. The documents have the sources {', '.join(sources) or 'none'}"
         )
     quality = classes == [GOOD, OTHER]
@@ -84,23 +84,23 @@ def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifie
 
 
 class ImportClassifierConfig(StageConfig):
-    """Purpose of the imported model, sources that are not scored, and preparation of the texts that the model reads."""
+    """The purpose of the imported model, sources that are not scored, and how texts are prepared for the model."""
 
     purpose: Purpose = Field("quality", description=PURPOSE)
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not scored")
-    max_characters: int = Field(10_000, ge=1, description="Maximum characters of a document that the model reads")
-    split: bool = Field(False, description="Split texts into lower-case words, as Puna does for the classifiers it trains")
+    max_characters: int = Field(10_000, ge=1, description="Maximum number of characters per document that the model reads")
+    split: bool = Field(False, description="Split texts into lower-case words, as for classifiers that Puna trains")
 
 
 @stage(kind="classifier")
 def import_classifier(model: External, config: ImportClassifierConfig, run: StageRun) -> None:
-    """Import a local supervised fastText model (.bin, .ftz) as a classifier, which is applied like a classifier of `train_classifier`."""
+    """Import a local supervised fastText model (.bin, .ftz) as a classifier, which is applied like one from `train_classifier`."""
     file = Path(model.uri.removeprefix("file://"))
     if not file.is_file():
-        raise PunaError(f"import_classifier: {model.uri} is no local file; give a fastText model, .bin or .ftz")
+        raise PunaError(f"import_classifier: {model.uri} is not a local file; give a fastText model, .bin or .ftz")
     import fasttext
 
-    with errors_at(f"import_classifier: {file} is no fastText model", ValueError):
+    with errors_at(f"import_classifier: {file} is not a fastText model", ValueError):
         labels = fasttext.load_model(str(file)).labels
     if not labels or not all(label.startswith("__label__") for label in labels):
         raise PunaError(f"import_classifier: {file} has no classes; give a supervised fastText model")
@@ -113,9 +113,9 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
 
 @stage(kind="signals", signals=("classifier_label", "classifier_score"))
 def classify(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
-    """Write the most probable class of each document, and that class's probability, by a trained or imported classifier.
+    """Write the most probable class of each document and its probability, using a trained or imported classifier.
 
-    Training documents of `train_classifier` are scored by models that did not see them. Both signals are null for exempt sources.
+    Documents that `train_classifier` was trained on are scored by models not trained on them. Both signals are null for exempt sources.
     """
     run.transform(_classify, documents, classifier, columns=["id", "source", "text"])
 

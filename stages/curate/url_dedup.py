@@ -1,4 +1,4 @@
-"""`url_dedup`: removal of all documents of a URL except the newest."""
+"""`url_dedup`: removal of all documents with the same URL except the newest."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from puna.stages.curate.removal import DECIDED, remove
 from puna.storage import Part
 from puna.storage.exchange import Partition, partitions
 
-ROW_BYTES = 150  # approximate bytes of an address, an id and a time
+ROW_BYTES = 150  # approximate bytes per row: a URL, an id and a time
 
 
 class UrlDedupConfig(StageConfig):
-    """Normalization of URLs before they are compared."""
+    """Whether URLs are normalized before they are compared."""
 
-    normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and the like when comparing URLs")
+    normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and similar differences between URLs")
 
 
 @stage(kind="documents", filters="documents")
 def url_dedup(documents: Documents, config: UrlDedupConfig, run: StageRun) -> None:
-    """Keep the newest document of each URL (Llama 3, section 3.1.1); if several are equally new, that with the smallest id."""
+    """Keep the newest document of each URL (Llama 3, section 3.1.1), and among equally new ones the one with the smallest id."""
     shards = documents.parts(columns=["id", "url", "fetched_at"], rows=1 << 17)
     by_address = run.exchange(_addresses, shards, config, by="hash", partitions=partitions(ROW_BYTES * documents.rows()))
     remove(run, documents, _older, by_address.nonempty_parts, method="url", rule="same_url")
@@ -41,7 +41,7 @@ def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
 
 def _older(addresses: Partition) -> pa.Table:
     rows = addresses.read()
-    # newest first within an address; the id breaks ties
+    # newest first for each URL; the id breaks ties
     rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])
     address, ids, fetched = (rows.column(name).to_pylist() for name in ("address", "id", "fetched_at"))
     results, survivor = [], 0

@@ -1,4 +1,4 @@
-"""`url_filter`: removal of documents from unwanted sites, by their URLs."""
+"""`url_filter`: removal of documents from unwanted sites, based on their URLs."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ WORD = re.compile(r"[a-z]+")
 NO_LETTERS = re.compile(r"[^a-z-]+")
 ENDINGS = ("", "s", "o", "os", "er", "ers", "y", "ing", "ography", "ographic")
 SHORT = ("porn", "hentai")
-"""Adult words that are also the beginning of harmless names (Thai given names, Japanese terms)."""
+"""Adult words that are also the beginning of harmless names (Thai first names, Japanese terms)."""
 SUFFIXES = frozenset(("porn", "xxx", "sex", "adult"))
-"""Public suffixes of adult sites."""
+"""Public suffixes (top-level domains) of adult sites."""
 LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.txt", "harmful": "data/harmful_domains.txt"}
 
 
 class UrlFilterConfig(StageConfig):
-    """Lists and rules that drop documents, and exceptions from them."""
+    """The lists and rules that drop documents, and exceptions from them."""
 
-    adult: bool = Field(True, description="Drop sites of the list of sexual content")
-    personal: bool = Field(True, description="Drop sites of the list of people-search and other pages full of personal data")
-    harmful: bool = Field(True, description="Drop sites of the list of hate, extremism and gore")
-    adult_words: int = Field(3, ge=0, le=10, description="Distinct adult words that drop a URL; in the host one can suffice; 0: off")
-    blocked: tuple[str, ...] = Field((), description="Further domains, or domain/path prefixes, to drop")
-    allowed: tuple[str, ...] = Field((), description="Domains, or domain/path prefixes, that no rule drops")
+    adult: bool = Field(True, description="Drop sites in the list of sexual content")
+    personal: bool = Field(True, description="Drop sites in the list of people-search sites and other pages full of personal data")
+    harmful: bool = Field(True, description="Drop sites in the list of hate, extremism and gore")
+    adult_words: int = Field(3, ge=0, le=10, description="Distinct adult words that drop a URL; one in the host can suffice; 0: off")
+    blocked: tuple[str, ...] = Field((), description="Additional domains or domain/path prefixes to drop")
+    allowed: tuple[str, ...] = Field((), description="Domains or domain/path prefixes that no rule may drop")
 
 
 class Rules(NamedTuple):
     """Rules that drop URLs. Two files list domains and path prefixes: sorted `hashes` uint64[n]; `numbers` uint16[n], indices in `rules`.
 
     `allowed`: domains and prefixes that no rule drops; `listed`: word → rule; `expressions`: (pattern, rule); `words`: see `adult_words`;
-    `longest`: the number of characters of the longest domain or prefix.
+    `longest`: length of the longest domain or prefix, in characters.
     """
 
     hashes: str
@@ -59,7 +59,7 @@ class Rules(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The rule that drops an address, with its evidence, value and threshold."""
+    """The rule that drops a URL, with its evidence, value and threshold."""
 
     rule: str
     detail: str
@@ -69,11 +69,11 @@ class Verdict(NamedTuple):
 
 @stage(kind="documents", filters="documents")
 def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilterConfig, run: StageRun) -> None:
-    """Drop documents of unwanted sites (Llama 3, section 3.1.1: adult sites, sites with much personal data, harmful sites).
+    """Drop documents from unwanted sites (Llama 3, section 3.1.1: adult sites, sites with much personal data, harmful sites).
 
-    `lists`: further lists, read by `block_lists`. A document is dropped if its URL is invalid, lies in a listed domain or path, has listed
-    or adult words, or fits a list's expression. Valid URLs without a host, or in `allowed`, stay. Domains and paths are looked up by 64-bit
-    hashes: with 5 million entries, a collision wrongly drops about one URL in 10^12.
+    `lists`: additional lists, from `block_lists`. A document is dropped if its URL is invalid, is in a listed domain or path, contains
+    listed or adult words, or matches a listed expression. Valid URLs without a host, or in `allowed`, are kept. Domains and paths are
+    looked up by 64-bit hashes: with 5 million entries, a collision wrongly drops about one URL in 10^12.
     """
     places: dict[str, str] = {}
     for name, file in LISTS.items():
@@ -117,7 +117,7 @@ def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
 
 
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
-    """Return for each URL the verdict that drops it, or None if no rule does."""
+    """Return for each URL the verdict that drops it, or None if no rule drops it."""
     addresses = [urls.parse(url) for url in written]
     places = [_places(address, rules.longest) if address is not None and address.host else [] for address in addresses]
     listed = _match_lists(places, rules)
@@ -125,7 +125,7 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
     out: list[Verdict | None] = []
     for url, address, own, hit in zip(written, addresses, places, listed, strict=True):
         if address is None:
-            out.append(Verdict("url_invalid", f"{url}: no absolute address"))
+            out.append(Verdict("url_invalid", f"{url}: not an absolute URL"))
         elif not address.host or not rules.allowed.isdisjoint(own):
             out.append(None)
         elif hit is not None:
@@ -137,7 +137,7 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
 
 
 def _places(address: urls.Address, longest: int) -> list[str]:
-    """Return the list entries of at most `longest` characters that would match an address: host and parent domains, folders below each, the
+    """Return the list entries of at most `longest` characters that would match a URL: its host and parent domains, its folders, and the
     page with its query."""
     folders = [part for part in address.path.lower().split("/") if part][:DEPTH]
     ends = ["".join(f"/{folder}" for folder in folders[:depth]) for depth in range(len(folders) + 1)]
@@ -155,13 +155,13 @@ def _match_lists(places: list[list[str]], rules: Rules) -> list[tuple[str, str] 
     digests = np.array([xxh64_intdigest(place.encode()) for place in flat], np.uint64)
     at = np.minimum(np.searchsorted(hashes, digests), len(hashes) - 1)
     owner = np.repeat(np.arange(len(places)), [len(own) for own in places])
-    for hit in np.flatnonzero(hashes[at] == digests)[::-1].tolist():  # backwards, so that the first place wins
+    for hit in np.flatnonzero(hashes[at] == digests)[::-1].tolist():  # backwards, so that the first match wins
         out[owner[hit]] = (flat[hit], rules.rules[numbers[at[hit]]])
     return out
 
 
 def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
-    """Return the verdict on an address that has a listed word or adult words; None for other addresses."""
+    """Return the verdict on a URL that contains a listed word or adult words, else None."""
     if not rules.listed and not rules.words:
         return None
     results = set(WORD.findall(f"{address.host}{address.path} {address.query}".lower()))
@@ -170,7 +170,7 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
         return Verdict(rules.listed[word], f"{url}: the word {word!r} is listed")
     if rules.words:
         if not address.host.endswith((".edu", ".gov")) and (word := adult_name(address.host)):
-            return Verdict("url_adult_words", f"{url}: the host holds {word!r}")
+            return Verdict("url_adult_words", f"{url}: the host contains {word!r}")
         if len(seen := results & _vocabulary().whole) >= rules.words:
             return Verdict("url_adult_words", f"{url}: {', '.join(sorted(seen))}", float(len(seen)), float(rules.words))
     return None
@@ -180,7 +180,7 @@ def _add(places: dict[str, str], rule: str, lines: Iterable[str], where: str) ->
     entries, bad = parse(lines)
     if bad:
         number, fault, text = bad[0]
-        raise PunaError(f"{where}, line {number}: {text!r} is no domain and no domain/path below a registrable one ({fault})")
+        raise PunaError(f"{where}, line {number}: {text!r} is not a domain, or a domain/path, below a public suffix ({fault})")
     for _, entry in entries:
         places.setdefault(entry, rule)
 
@@ -190,7 +190,8 @@ def _lines(name: str) -> list[str]:
 
 
 class Vocabulary(NamedTuple):
-    """Words in URLs. A word of `adult` (stem and ending) in the host drops a URL. Words of `whole` are counted; `ordinary` is harmless."""
+    """Words in URLs. A word of `adult` (stem and ending) in the host drops a URL; `whole` words are counted; `ordinary` words are
+    harmless."""
 
     stems: re.Pattern[str]
     early: re.Pattern[str]
@@ -215,8 +216,8 @@ def _vocabulary() -> Vocabulary:
 def adult_name(host: str) -> str:
     """Return the adult public suffix of a host, or an adult word in it; empty if there is neither.
 
-    Labels are split at hyphens and digits. A piece is adult if it and the next piece form an adult word; if one adult word and ordinary
-    words cover it, in fewer words than ordinary words alone; or if ordinary words cover all letters before a long adult stem.
+    Labels are split at hyphens and digits. A piece is adult if it and the next piece together form an adult word; if one adult word and
+    ordinary words cover it, in fewer words than ordinary words alone; or if ordinary words cover all letters before a long adult stem.
     """
     words = _vocabulary()
     domain, _, suffix = urls.names(host)[-1].partition(".")
@@ -234,8 +235,8 @@ def adult_name(host: str) -> str:
 
 
 def _adult_word(piece: str, words: Vocabulary) -> str:
-    """Return the adult word in a piece of a name; empty if the piece splits better into ordinary words, or not at all."""
-    # Fewest words that cover the letters up to each place: ordinary words alone; or with one adult word, and that word.
+    """Return the adult word in a piece of a host name; empty if the piece splits better into ordinary words, or cannot be split."""
+    # The minimum number of words that cover the letters up to each position: ordinary words only; or with one adult word, and that word.
     plain: list[int | None] = [0] + [None] * len(piece)
     adult: list[tuple[int, str] | None] = [None] * (len(piece) + 1)
     for stop in range(1, len(piece) + 1):

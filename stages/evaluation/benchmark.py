@@ -1,4 +1,4 @@
-"""Benchmarks from task files of lm-evaluation-harness, by its conventions, on Puna's engine."""
+"""Benchmarks from task files of lm-evaluation-harness, following its conventions, on Puna's engine."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 RESULTS = "results.json"
-"""File of an evaluation with its results in lm-evaluation-harness's layout."""
+"""File of an evaluation with its results in lm-evaluation-harness's format."""
 
 
 class BenchmarkConfig(SeededConfig):
     """Settings of questions, answers and scores."""
 
-    limit: int | None = Field(None, ge=1, description="Maximum number of questions per task, from the first on; null: all")
-    shots: int | None = Field(None, ge=0, le=1000, description="Examples before each question; null: as the task file says")
-    prompts: PromptFormat = Field("plain", description="plain: text as it is, for base models; chat: one message of the chat template")
-    options: Literal["task", "letters", "best"] = Field("task", description="Multiple choice as cloze (task), letters, or the better one")
-    answers: int | None = Field(None, ge=1, le=1000, description="Answers to each question; null: the task file's repeats")
+    limit: int | None = Field(None, ge=1, description="Maximum number of questions per task, taken from the beginning; null: all")
+    shots: int | None = Field(None, ge=0, le=1000, description="Number of few-shot examples per question; null: the task file's")
+    prompts: PromptFormat = Field("plain", description="plain: unchanged text, for base models; chat: one message of the chat template")
+    options: Literal["task", "letters", "best"] = Field("task", description="Multiple choice as cloze (task), letters, or the better")
+    answers: int | None = Field(None, ge=1, le=1000, description="Number of answers to each question; null: the task file's repeats")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature of answers; null: the task file's")
-    max_tokens: int = Field(256, ge=1, description="Maximum length of an answer to the input `prompts`, tokens; task files have their own")
-    examples: int = Field(100, ge=0, description="Maximum number of questions per task that `examples` shows with answers")
-    micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
-    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which verifiers score answers")
-    serving: ServingSettings = Field(ServingSettings(), description="Settings of the model's computation; the engine is Puna's")
+    max_tokens: int = Field(256, ge=1, description="Maximum tokens of an answer to the input `prompts`; task files have their own")
+    examples: int = Field(100, ge=0, description="Maximum number of questions per task to show in `examples`, with their answers")
+    micro_batch_tokens: int = Field(8192, ge=16, description="Maximum tokens per forward pass")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the verifiers that score answers")
+    serving: ServingSettings = Field(ServingSettings(), description="Settings of the inference engine, which must be Puna's")
 
     @field_validator("serving")
     @classmethod
@@ -62,13 +62,13 @@ class BenchmarkConfig(SeededConfig):
         if serving.engine != "puna":
             raise ValueError(f"engine {serving.engine}: only Puna's engine computes likelihoods; set it to puna")
         if serving.layout.pipeline > 1:
-            raise ValueError(f"layout {serving.layout}: stages of layers draw answers only; likelihoods come from data or tensor")
+            raise ValueError(f"layout {serving.layout}: pipeline stages can generate but not compute likelihoods; set it to data or tensor")
         return serving
 
 
 @dataclass
 class Result:
-    """Measurements of a task's questions `ids`. `about`: version, content, shots, format. `settings`: the task file's. `seconds`: CPU's."""
+    """Measurements on a task's questions `ids`. `about`: version, content, shots, format. `settings`: the task file's. `seconds`: CPU."""
 
     name: str
     about: dict[str, Any]
@@ -90,7 +90,7 @@ class Result:
 
 
 def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) of the verifiers that task files and prompts name."""
+    """Return the (module, symbol) of the verifiers that task files and prompts name."""
     names: set[str] = set()
     for external in inputs["tasks"] or ():
         assert isinstance(external, External)
@@ -105,24 +105,24 @@ def benchmark(
     model: Model, tasks: list[External] | None, prompts: list[Prompts] | None, judges: list[Model] | None, overlaps: Evaluation | None,
     config: BenchmarkConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Score a model on task files in lm-evaluation-harness's YAML, over local data, with 95 % intervals.
+    """Score a model on task files in lm-evaluation-harness's YAML format, over local data, with 95 % intervals.
 
-    `tasks`: task files beside their data. `prompts`: their held-out prompts are tasks, too; a prompt's verifier scores its answers.
+    `tasks`: task files and their data. `prompts`: their held-out prompts are tasks, too; each prompt's verifier scores its answers.
     Multiple choice: context and option are encoded together. `acc_norm` divides likelihoods by characters, `acc_bytes` by bytes. Whole
     texts: `word_perplexity`, `byte_perplexity` and `bits_per_byte`; the BOS token is scored after a prefix, as in the harness. Answers:
-    `exact_match` after each filter; `verified` if the task file has a `verifier`, and with several answers `pass@k` and `majority@n`.
-    For a verifier, an answer that was cut off at its maximum length is wrong. `judges`: models that a verifier may name.
+    `exact_match` after each filter; `verified` if the task file has a `verifier`; with several answers, `pass@k` and `majority@n`.
+    Verifiers count truncated answers as wrong. `judges`: models that a verifier may refer to.
 
     `task_scores` has each metric with version, shots, format, seed and cost, and for multiple choice the expected calibration error. With
-    `overlaps`, from `contamination` of these tasks, it has the share of questions that the model was trained on, and the metric without
-    them. `scores` has the scores of each question, to compare two models. results.json has the results in the harness's layout.
+    `overlaps`, from `contamination` of these tasks, it also has the share of contaminated questions, and the metric without them. `scores`
+    has the scores of each question, for comparing models. results.json has the results in the harness's format.
     """
     loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks or () for file, spec in task_files(one)]
     if prompts and config.shots:
-        raise PunaError(f"benchmark: {prompts[0].id} has no examples to show before a question: leave shots out, or give a task file")
+        raise PunaError(f"benchmark: {prompts[0].id} has no few-shot examples; leave shots out, or give a task file")
     loaded += [task for one in prompts or () for task in prompt_tasks(one, config.max_tokens, config.limit)]
     if not loaded:
-        raise PunaError("benchmark: give tasks or prompts to ask")
+        raise PunaError("benchmark: there are no questions; give tasks or prompts")
     check_names(loaded)
     bench = Bench.of(model, scorers_of(loaded, judges or (), config.scoring, run), config, run)
     results: list[Result] = []
@@ -135,7 +135,7 @@ def benchmark(
 
 
 def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> str:
-    """Return the name of the format in which the questions of a task are asked."""
+    """Return the name of the prompt format in which a task's questions are asked."""
     return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
 
 
@@ -149,7 +149,7 @@ def check_names(tasks: Sequence[Task]) -> None:
 
 
 def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> list[Task]:
-    """Return an artifact's held-out prompts as tasks, one per task name: its first `limit` by id. `longest`: maximum answer tokens."""
+    """Return an artifact's held-out prompts as tasks by name, each with its first `limit` prompts by id. `longest`: answer tokens."""
     tasks = []
     for name, rows in sorted(heldout_prompts(prompts).items()):
         rows = sorted(rows, key=lambda row: str(row["id"]))[:limit]
@@ -164,7 +164,7 @@ def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> l
 
 
 def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: ScoringConfig, run: StageRun) -> dict[str, Scorer]:
-    """Return the scorer of each task with a verifier; raise PunaError, with the task's file, if a scorer cannot be made."""
+    """Return the scorer of each task that has a verifier. Raise PunaError, with the task's file, if a scorer cannot be made."""
     scorers = {}
     for task in tasks:
         if task.file.verifier is not None:
@@ -175,7 +175,7 @@ def scorers_of(tasks: Sequence[Task], judges: Sequence[Artifact], config: Scorin
 
 @dataclass
 class Bench:
-    """A loaded model with the settings for measuring tasks."""
+    """A loaded model with the settings for evaluating tasks."""
 
     model: Transformer
     engine: AnswerEngine
@@ -197,7 +197,8 @@ class Bench:
         return self.model.config.max_position_embeddings
 
     def measure(self, task: Task) -> Iterator[Result]:
-        """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then both formats' results."""
+        """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then the results of both
+        formats."""
         kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
             yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
@@ -240,7 +241,7 @@ class Bench:
         start_time = time.process_time()
         for number, one in enumerate(task.documents, 1):
             if not isinstance(one.target, str) or not one.target:
-                raise PunaError(f"{task.where}: doc_to_target, row {number}: is {str(one.target)[:40]!r}, no text")
+                raise PunaError(f"{task.where}: doc_to_target, row {number}: {str(one.target)[:40]!r} is not text")
         texts = [str(document.target) for document in task.documents]
         windows = [self.encoder.document(text, self.longest) for text in texts]
         scored = iter(self._likelihoods([one for several in windows for one in several], task))
@@ -257,7 +258,7 @@ class Bench:
         if temperature is None:
             temperature = 0.0 if own.do_sample is False else own.temperature
         if n > 1 and not temperature:
-            raise PunaError(f"{task.where}: {n} answers at temperature 0 are all alike: set temperature, here or in generation_kwargs")
+            raise PunaError(f"{task.where}: {n} answers at temperature 0 are all equal; set temperature, here or in generation_kwargs")
         until = (task.file.fewshot_delimiter,) if own.until is None else own.until
         prompts = [asker.prompt(task, document) for document in task.documents]
         completions = self.generate(prompts, own.replace(temperature=temperature, do_sample=None), until, n, task.where)
@@ -278,7 +279,7 @@ class Bench:
     def _examples(
         self, name: str, task: Task, asker: Asker, columns: Sequence[Column], texts: Sequence[str], **more: Sequence[Any]
     ) -> list[dict[str, Any]]:
-        """Return the first questions with their answers as rows of `examples`. `more`: name → a further fact per question."""
+        """Return the first questions with their answers as rows of `examples`. `more`: name → one additional value per question."""
         rows = []
         for number, (document, text) in enumerate(zip(task.documents[: self.config.examples], texts, strict=False)):
             facts = {key: values[number] for key, values in more.items()} | {column.name: column.values[number] for column in columns}
@@ -288,12 +289,13 @@ class Bench:
         return rows
 
     def generate(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers per prompt; a prompt too long for the context loses its beginning. PunaError if max_gen_toks fills it all."""
+        """Return `n` answers per prompt. A prompt too long for the context loses its beginning. PunaError if max_gen_toks fills the
+        context."""
         from puna.models.generation import SamplingParams
 
         room = self.longest - how.max_gen_toks
         if room < 1:
-            raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in {self.longest} tokens")
+            raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in a context of {self.longest} tokens")
         sampling, serving = how.do_sample is not False and how.temperature > 0, self.config.serving
         params = SamplingParams(
             n=n, temperature=how.temperature if sampling else 0.0, top_p=how.top_p if sampling else 1.0, top_k=how.top_k if sampling else 0,
@@ -306,7 +308,7 @@ class Bench:
     def _verify(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
-        """Return the verifier's score and detail per answer: 0 if it was cut off or cannot be scored; a metric counts the latter."""
+        """Return the verifier's score and detail of each answer: 0 if it was truncated or cannot be scored; a metric counts the latter."""
         pairs = [(row, text) for row, several in zip(task.prompt_rows(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]
@@ -321,7 +323,7 @@ class Bench:
 def write(
     results: Sequence[Result], config: BenchmarkConfig, run: StageRun, overlaps: Artifact | None, layout: dict[str, Any] | None = None
 ) -> None:
-    """Write an evaluation's tables and metrics, and its results in the harness's layout (`layout`: results that the harness gave)."""
+    """Write an evaluation's tables and metrics, and its results in the harness's format (`layout`: the harness's own results)."""
     searched = set() if overlaps is None else {row["task"] for row in overlaps.read().to_pylist()}
     learned = set() if overlaps is None else {row["id"] for row in overlaps.read("scores").to_pylist() if row["name"] == OVERLAP}
     rows: list[dict[str, Any]] = []
@@ -358,7 +360,7 @@ def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
 
 
 def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[str, Any]:
-    """Return results in the layout of lm-evaluation-harness: results, configs, versions, n-shot, n-samples, higher_is_better."""
+    """Return results in lm-evaluation-harness's format: results, configs, versions, n-shot, n-samples, higher_is_better."""
     scores: dict[str, dict[str, Any]] = {one.name: {"alias": one.name} for one in results}
     for one, column in ((each, column) for each in results for column in each.columns):
         error: float | str = "N/A" if column.weights or len(column.values) < 2 else stdev(column.values) / len(column.values) ** 0.5

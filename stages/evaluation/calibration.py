@@ -1,4 +1,4 @@
-"""Calibration in multiple choice: a model's confidence in its answers compared with the share of right answers."""
+"""Calibration in multiple choice: a model's confidence in its answers, compared with the share of right answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BINS = 10
 
 
 class Bin(NamedTuple):
-    """A bin of questions of similar confidence: mean confidence, share of right answers, and number of questions."""
+    """A bin of questions with similar confidence: mean confidence, share of right answers, and number of questions."""
 
     confidence: float
     accuracy: float
@@ -18,7 +18,7 @@ class Bin(NamedTuple):
 
 
 def confidence(likelihoods: Sequence[float]) -> float:
-    """Return the probability of the likeliest option, normalized over the options, from log-likelihoods in nats."""
+    """Return the probability of the likeliest option, normalized over all options, from log-likelihoods in nats."""
     return 1 / sum(math.exp(value - max(likelihoods)) for value in likelihoods)
 
 
@@ -32,5 +32,5 @@ def bins(confidences: Sequence[float], right: Sequence[float]) -> list[Bin]:
 
 
 def calibration_error(confidences: Sequence[float], right: Sequence[float]) -> float | None:
-    """Return the expected calibration error, 0 to 1 (Guo et al. 2017), over bins weighted by their numbers of questions; None if empty."""
+    """Return the expected calibration error, 0 to 1 (Guo et al. 2017), over bins weighted by question count; None without questions."""
     return sum(one.n * abs(one.confidence - one.accuracy) for one in bins(confidences, right)) / len(right) if confidences else None

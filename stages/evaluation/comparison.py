@@ -11,22 +11,22 @@ from puna.stages.training.intervals import Interval, ratio, student, within
 from puna.storage import Artifact, PunaError
 
 MAIN = ("verified", "acc", "bits_per_byte")
-"""Main metrics of tasks, in order of preference; for a task without these, its alphabetically first metric."""
+"""Main metrics of tasks, in order of preference. A task without any of them uses its alphabetically first metric."""
 SURE = 0.05
 """Significance level."""
 TABLE = "task_scores"
 SAME = ("version", "shots", "format")
-"""Columns of `task_scores` that must be equal, besides `content`, to compare two models."""
+"""Columns of `task_scores` that must be equal, like `content`, for two models to be comparable."""
 Values = dict[str, tuple[float, float]]
-"""Each question's value and weight."""
+"""Question id → (value, weight)."""
 Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]
-"""Task → metric → the row of `task_scores` (with the key of its artifact as `evaluation`), and the questions' values."""
+"""Task → metric → (row of `task_scores` plus its artifact's key as `evaluation`, the questions' values)."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two models in a metric, `other` minus `one`, over the `n` questions that both were asked. `p`: two-sided, by Student's
-    t; `holm`: `p` after Holm's correction (1979) for the number of rows. Perplexities are compared by their logarithms."""
+    """The difference between two models in a metric, `other` minus `one`, over the `n` questions that both answered. `p`: two-sided p-value
+    of Student's t; `holm`: `p` after Holm's correction (1979) for the number of rows. Perplexities are compared by their logarithms."""
 
     task: str
     metric: str
@@ -39,18 +39,18 @@ class Difference:
 
 
 def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Artifact]:
-    """Return a model's benchmark evaluations in `artifacts`, newest first, or `artifact` itself if it is one. Raise PunaError if none."""
+    """Return a model's benchmark evaluations in `artifacts`, newest first, or `artifact` itself if it is one. PunaError if none."""
     if artifact.kind == "evaluation" and TABLE in artifact.tables:
         return [artifact]
     if artifact.kind != "model":
-        raise PunaError(f"{artifact.id} is neither a model nor a benchmark's evaluation")
+        raise PunaError(f"{artifact.id} is neither a model nor the evaluation of a benchmark")
     own = [
         one for one in artifacts
         if one.kind == "evaluation" and TABLE in one.tables
         and any(i.kind == "model" and i.name == "model" and i.data_digest == artifact.data_digest for i in one.manifest.inputs)
     ]  # fmt: skip
     if not own:
-        raise PunaError(f"{artifact.id} was not asked any task; `puna evaluate {artifact.id} --tasks FILE` does that")
+        raise PunaError(f"{artifact.id} has not been evaluated on any task; run `puna evaluate {artifact.id} --tasks FILE`")
     return sorted(own, key=lambda one: one.manifest.created_at, reverse=True)
 
 
@@ -70,18 +70,18 @@ def differences(one: Measured, other: Measured, every: bool = False) -> tuple[li
             (about, values), (about_other, others) = one[task][metric], other[task][metric]
             unlike = [f"{name} {about[name]} and {about_other[name]}" for name in SAME if about[name] != about_other[name]]
             if about["content"] != about_other["content"]:
-                unlike.insert(0, "its task file or data are not the same: ask both models the same file")
+                unlike.insert(0, "its task file or data differ; evaluate both models on the same file")
             if unlike or len(values.keys() & others.keys()) < 2:
                 remarks.append(f"{task}: {'; '.join(unlike) or 'fewer than two questions in common'}")
                 break
             rows.append(_difference(task, metric, values, others))
     if lonely := sorted(one.keys() ^ other.keys()):
-        remarks.append(f"only one of the two was asked {', '.join(lonely)}")
+        remarks.append(f"only one of the two was evaluated on {', '.join(lonely)}")
     return holm(rows), remarks
 
 
 def scores_of(evaluations: Sequence[Artifact]) -> Measured:
-    """Return the measurements of each task, from the first of the evaluations that has it."""
+    """Return the measurements of each task, taken from the first evaluation that has it."""
     results: Measured = {}
     for evaluation in evaluations:
         own: Measured = {}
@@ -92,7 +92,7 @@ def scores_of(evaluations: Sequence[Artifact]) -> Measured:
         for row in rows:
             name, halves = f"{row['task']}/{row['metric']}", row["task"].rpartition(":")
             if halves[0] and any(another["task"] == halves[0] for another in rows):
-                continue  # one of two formats; the better one is a row under the task's own name
+                continue  # one of two formats; the better one has a row under the task's own name
             weights = single.get(f"{name}:weight", {})
             scale = 1 / math.log(2) if row["metric"] == "bits_per_byte" else 1.0
             values = {key: (value * scale, weights.get(key, 1.0)) for key, value in single.get(name, {}).items()}
@@ -115,7 +115,7 @@ def _difference(task: str, metric: str, values: Values, others: Values) -> Diffe
 
 
 def holm(rows: Sequence[Difference]) -> list[Difference]:
-    """Return the rows with `holm`, the smallest familywise level at which each row's difference is significant."""
+    """Return the rows with `holm`, the smallest familywise error rate at which each row's difference is significant."""
     least, corrected = 0.0, {}
     for place, number in enumerate(sorted(range(len(rows)), key=lambda i: rows[i].p)):
         least = max(least, min(1.0, (len(rows) - place) * rows[number].p))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 WORD = re.compile(r"\w+")
-RUN = 3  # words of a run, see `variety`
+RUN = 3  # words per run, see `variety`
 OWN_BITS = "document_bits_per_byte"
 """Metric of bits per byte with each page's end token, in half-overlapping windows; `benchmark` has the harness's `bits_per_byte`."""
 
@@ -48,31 +48,31 @@ class PagesConfig(StageConfig):
     """Settings of measurements on held-out pages."""
 
     max_bytes: int = Field(400_000, ge=1000, description="Maximum held-out text to score, bytes; pages are chosen by a hash of their ids")
-    max_page_bytes: int = Field(100_000, ge=100, description="Maximum length of a page, bytes; longer pages are left out")
+    max_page_bytes: int = Field(100_000, ge=100, description="Maximum size of a page, in bytes; longer pages are left out")
     questions: int = Field(100, ge=0, description="Maximum number of multiple-choice questions made from the pages; 0: none")
-    options: int = Field(4, ge=2, le=26, description="Options of a question, the right one included")
-    prompt_words: int = Field(40, ge=1, description="Words of the page that a question shows")
-    option_words: int = Field(20, ge=1, description="Words of each option")
-    baseline_tokens: int = Field(2_000_000, ge=0, description="Maximum training tokens of a model that gets baselines; 0: no baselines")
-    ngram_order: int = Field(4, ge=1, le=16, description="Maximum length of the counted n-grams, tokens")
-    continuations: int = Field(3, ge=0, description="Pages whose beginning the model continues, as examples for a reader")
+    options: int = Field(4, ge=2, le=26, description="Number of options per question, including the right one")
+    prompt_words: int = Field(40, ge=1, description="Number of words of the page that a question shows")
+    option_words: int = Field(20, ge=1, description="Number of words per option")
+    baseline_tokens: int = Field(2_000_000, ge=0, description="Maximum training tokens of a model to compute baselines for; 0: none")
+    ngram_order: int = Field(4, ge=1, le=16, description="Maximum length of the counted n-grams, in tokens")
+    continuations: int = Field(3, ge=0, description="Number of pages that the model continues, as examples for a reader")
 
 
 class AnswersConfig(TurnsConfig):
     """Settings of answers to held-out prompts."""
 
-    prompts_per_task: int = Field(100, ge=1, description="Maximum held-out prompts of each task")
-    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 always takes the likeliest token")
-    max_tokens: int = Field(64, ge=1, description="Maximum length of an answer, with its end token, tokens")
-    taste: dict[str, JsonValue] | None = Field(None, description="Verifier, {name: …, …}, of annotators' taste, for the metric `liked`")
-    search: SearchConfig | None = Field(None, description="Search that picks each answer among several; null: one answer, no search")
-    examples: int = Field(4, ge=0, description="Answers of each task kept as examples for a reader")
-    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+    prompts_per_task: int = Field(100, ge=1, description="Maximum number of held-out prompts per task")
+    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0: greedy decoding")
+    max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, including its end token")
+    taste: dict[str, JsonValue] | None = Field(None, description="Verifier, {name: …, …}, of the annotators' taste, for the metric `liked`")
+    search: SearchConfig | None = Field(None, description="Search that picks each answer from several; null: one answer, no search")
+    examples: int = Field(4, ge=0, description="Number of answers per task to keep as examples for a reader")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the prompts' verifiers")
 
     @model_validator(mode="after")
     def _tries_differ(self) -> AnswersConfig:
         if self.search is not None and not self.temperature:
-            raise ValueError("search chooses among answers, which at temperature 0 are all alike: give a temperature above 0")
+            raise ValueError("search chooses among answers, which are all equal at temperature 0; set a temperature above 0")
         return self
 
 
@@ -81,9 +81,9 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
 
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
-    context: int | None = Field(None, ge=2, description="Maximum context on pages, tokens; null: the model's own")
-    micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass")
-    serving: ServingSettings = Field(ServingSettings(), description="Settings of the model's computation")
+    context: int | None = Field(None, ge=2, description="Maximum context for pages, in tokens; null: the model's own")
+    micro_batch_tokens: int = Field(8192, ge=16, description="Maximum tokens per forward pass")
+    serving: ServingSettings = Field(ServingSettings(), description="Settings of the inference engine")
 
     @model_validator(mode="after")
     def _context_fits(self) -> EvaluateConfig:
@@ -92,7 +92,7 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the code (module, symbol) of the verifiers of `taste` and of the search."""
+        """Return the (module, symbol) of the verifiers of `taste` and of the search."""
         own = (self.answers.taste, None if self.answers.search is None else self.answers.search.verifier)
         return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
 
@@ -108,23 +108,23 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Evaluate a model on pages and prompts that it was not trained on, with 95 % intervals.
 
-    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, which include the end token of each
-    page, and baselines fitted to the model's training tokens (see `baseline_tokens`): token n-grams, without and with counts of the page's
-    earlier tokens, and zstd with the training text as dictionary. They also give multiple choice between continuations of several pages.
+    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, including each page's end token, and
+    baselines fitted to the model's training tokens (see `baseline_tokens`): token n-grams, without and with counts of the page's earlier
+    tokens, and zstd with the training text as dictionary. They also give multiple choice between the continuations of several pages.
 
-    Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may name. A prompt is solved at
-    a score of 1, unless its answer was cut off (`cut_off_right`: number of right answers cut off). If a verifier fails on an answer, the
-    task's metrics leave the answer out, and `unscored_answers` counts it. Prompts that the chat template refuses are in `dropped`; see
+    Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may refer to. A prompt is solved
+    by an answer with score 1 that was not truncated (`cut_off_right`: number of right but truncated answers). If a verifier fails on an
+    answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects are in `dropped`; see
     `bad_rows`. `variety` shows whether answers follow one template: it is the mean share of an answer's three-word runs that no other
-    answer has, without the words of its question. `answer_tokens` also counts answers that a search (`answers.search`) did not choose. The
-    table `scores` has each prompt's `score` and, with a taste, `liked` (1: right and to the annotators' taste; else 0).
+    answer has, ignoring the words of its question. `answer_tokens` includes answers that a search (`answers.search`) did not choose. The
+    table `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to the annotators' taste, else 0).
     """
     if documents is None and prompts is None:
-        raise PunaError("evaluate needs documents or prompts: give at least one of them")
+        raise PunaError("evaluate needs documents or prompts; give at least one of them")
     if mixture is not None and documents is None:
-        raise PunaError("evaluate: a mixture without its documents; give both")
+        raise PunaError("evaluate: a mixture needs its documents; give both")
     if documents is not None and config.serving.layout.pipeline > 1:
-        raise PunaError("evaluate: pipeline stages only generate answers: set serving.layout to data or tensor, or leave documents out")
+        raise PunaError("evaluate: pipeline stages can only generate; set serving.layout to data or tensor, or leave documents out")
     import torch
 
     from puna.models.formats.checkpoint import read_config
@@ -154,7 +154,7 @@ def evaluate(
 
 
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
-    """Yield (task name, indices): all pages first, then each category if there are several."""
+    """Yield (task name, indices): first all pages, then each category if there are several."""
     yield "pages", list(range(len(pages)))
     categories = {page.category for page in pages}
     for category in sorted(categories) if len(categories) > 1 else ():
@@ -247,7 +247,7 @@ def _answers(
 
     own = config.answers
     if own.turns > 1 and (own.search is not None or ranks.count() > 1 or config.serving.engine == "vllm"):
-        raise PunaError("evaluate: no test proves answers.turns beside a search, several processes or vLLM: set answers.turns to 1")
+        raise PunaError("evaluate: answers.turns is untested with a search, several processes or vLLM; set answers.turns to 1")
     questions = [with_tools(row, own.tools) for row in _heldout_prompts(prompts, own.prompts_per_task, run.seed("prompts"))]
     bad = BadRows(config, "evaluate")
     rendered = list(bad.render(questions, partial(prompt_ids, tokenizer)))
@@ -264,7 +264,7 @@ def _answers(
         completions = [row[0] for row in generate(engine, inputs, params, lambda done, total: run.progress(done, total, "answers"))]
         spent = sum(sum(completion.mask) for completion in completions)
     elif ranks.count() > 1:
-        raise PunaError("evaluate: no test proves answers.search in several processes: leave it out, or run in one process")
+        raise PunaError("evaluate: answers.search is untested with several processes; leave it out, or use one process")
     else:
         searches = search(engine, inputs, params, config.answers.search, _chooser(config, rows, judges, run))
         completions, spent = [one.completion for one in searches], sum(one.tokens for one in searches)
@@ -290,7 +290,7 @@ def _answers(
 
 
 def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Sequence[Artifact], run: StageRun) -> Values | None:
-    """Return a function that scores answers by the search's verifier, or None if the search has none."""
+    """Return a function that scores answers with the search's verifier, or None if the search has none."""
     assert config.answers.search is not None
     if (spec := config.answers.search.verifier) is None:
         return None
@@ -300,7 +300,7 @@ def _chooser(config: EvaluateConfig, rows: Sequence[dict[str, Any]], judges: Seq
 
 
 def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[str, Any]]:
-    """Return the held-out prompts with the smallest hashes, at most `per_task` of each task."""
+    """Return the held-out prompts with the smallest hashes, at most `per_task` per task."""
     tasks = heldout_prompts(prompts)
     return [row for task in sorted(tasks) for row in sorted(tasks[task], key=lambda row: (rank(seed, row["id"]), row["id"]))[:per_task]]
 
@@ -347,8 +347,8 @@ def _is_liked(row: dict[str, Any]) -> bool:
 def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
     """Return, for each (question, answer), the share of the answer's three-word runs that no other answer has, 0 to 1.
 
-    The words of an answer's own question are left out, so that a template in which only these words change gives 0 (cf. distinct-n, Li et
-    al. 2016). An answer's beginning and end count as words. Shares depend on the number of answers: compare only equal numbers of answers.
+    The words of an answer's own question are ignored, so that a template in which only these words change gives 0 (cf. distinct-n, Li et
+    al. 2016). An answer's beginning and end count as words. Shares depend on the number of answers, so compare only equal numbers.
     """
     runs = [_runs(question, answer) for question, answer in asked]
     having = Counter(run for one in runs for run in one)

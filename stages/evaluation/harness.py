@@ -1,4 +1,4 @@
-"""Evaluation by lm-evaluation-harness itself, on Puna's engine. The harness is an extra: `pip install 'puna[harness]'`."""
+"""Evaluation with lm-evaluation-harness itself, on Puna's engine. The harness is an extra: `pip install 'puna[harness]'`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HarnessConfig(BenchmarkConfig):
 def needs(config: HarnessConfig, facts: Facts) -> list[str]:
     problems = [] if find_spec("lm_eval") else [MISSING]
     if config.options != "task" or config.answers is not None or config.temperature is not None:
-        problems.append("options, answers and temperature are the task file's where the harness asks: leave them out")
+        problems.append("the harness takes options, answers and temperature from the task file; leave them out")
     return problems
 
 
@@ -44,7 +44,7 @@ def needs(config: HarnessConfig, facts: Facts) -> list[str]:
 def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | None, config: HarnessConfig, run: StageRun) -> None:
     """Evaluate a model with lm-evaluation-harness, on task files over local data or on the harness's own tasks by name.
 
-    The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, common prefixes only once.
+    The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, and computes common prefixes only once.
     The tables are those of `benchmark`, which gives equal numbers for task files that both can read. A task's `verifier` is not run.
     """
     if problems := needs(config, Facts({}, None)):
@@ -76,7 +76,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
             layout[section] |= output.get(section) or {}
         for task, samples in output["samples"].items():
             results.append(_result(task, samples, output, config, start_time))
-            if task in own_tasks:  # equal ids and digest make it comparable with a result of `benchmark`
+            if task in own_tasks:  # equal ids and digest make it comparable with the result of `benchmark`
                 results[-1].ids = [document.id for document in own_tasks[task].documents]
                 results[-1].about |= {"content": own_tasks[task].digest, "format": format_of(own_tasks[task], config.prompts)}
     layout["config"] = {"model": "puna", "limit": config.limit, "random_seed": config.seed}
@@ -84,9 +84,9 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
 
 
 def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
-    """Return a task file's content for the harness: local data paths, no keys of Puna. PunaError if `permuted`, or data are not local."""
+    """Return a task file's content for the harness: local data paths, no keys of Puna. PunaError for `permuted` or remote data."""
     if spec.permuted:
-        raise PunaError(f"{file.location}: the harness does not know `permuted`: remove it, or leave --harness out")
+        raise PunaError(f"{file.location}: the harness does not support `permuted`; remove it, or leave --harness out")
     content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier", "permuted"})
     names = {one.name: str(place) for one in external.files if (place := one.local()) is not None}
     base = Path(file.name).parent

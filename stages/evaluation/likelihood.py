@@ -1,9 +1,8 @@
-"""Log-likelihoods of continuations by the conventions of lm-evaluation-harness 0.4.13.
+"""Log-likelihoods of continuations, following the conventions of lm-evaluation-harness 0.4.13.
 
-Context and continuation are encoded together and split after as many tokens as the context alone has. Common prefixes of token sequences
-are computed once, such as the question of several options, or the examples of a task's questions. Where passes can be exact
-(`kernels/exact.py`), a likelihood has the same bits in every batch. This costs no time and halves the rounding error.
-"""
+Context and continuation are encoded together and split after as many tokens as the context alone has. Common prefixes of token sequences,
+such as the question before several options or a task's few-shot examples, are computed once. Where passes can be exact
+(`kernels/exact.py`), a likelihood has the same bits in every batch; this costs no time and halves the rounding error."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ LOGITS = 1 << 24
 
 
 class Request(NamedTuple):
-    """Token ids of a context and of the continuation that is scored."""
+    """Token ids of a context and of the continuation to score."""
 
     context: list[int]
     continuation: list[int]
@@ -49,16 +48,16 @@ class Encoder:
         self.prefix = tokenizer.begin
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, preceded by `lead` (BOS, or none)."""
+        """Return the token ids of a text, after `lead` (BOS, or none)."""
         return [*self.lead, *self.tokenizer.encode(text)]
 
     def encode_chat(self, text: str, mark: str | None) -> list[int]:
-        """Return the ids of text that a chat template wrote, after `lead` unless the text begins with it. `mark`: see `Tokenizer.guard`."""
+        """Return the token ids of text from a chat template, after `lead` unless the text starts with it. `mark`: see `Tokenizer.guard`."""
         ids = self.tokenizer.encode_markup(text, mark)[0]
         return ids if ids[: len(self.lead)] == self.lead else [*self.lead, *ids]
 
     def pair(self, context: str, continuation: str, encode: Callable[[str], list[int]] | None = None) -> Request:
-        """Return the request of a context and continuation encoded together. The context's trailing white space joins the continuation."""
+        """Return a context and a continuation, encoded together. Trailing white space of the context is moved to the continuation."""
         if not context:
             ids = self.tokenizer.encode(continuation)
             return Request([self.prefix], ids) if ids[:1] != [self.prefix] else Request(ids[:1], ids[1:])
@@ -67,9 +66,9 @@ class Encoder:
         return Request(before or [self.prefix], encode(context + continuation)[len(before) :])
 
     def document(self, text: str, longest: int) -> list[Request]:
-        """Return windows of at most `longest` tokens that score each token of a text once, its BOS included.
+        """Return windows of at most `longest` tokens that score each token of a text once, including its BOS.
 
-        A later window's context is the token before it; the last window is filled up with earlier tokens."""
+        Each later window has the previous token as context; the last window is filled up with earlier tokens."""
         ids = self.encode(text)
         windows = [Request([self.prefix], ids[:longest])] if ids else []
         for start in range(longest, len(ids), longest):
@@ -82,7 +81,7 @@ def likelihoods(
     model: Transformer, requests: Sequence[Request], longest: int, micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:  # fmt: skip
-    """Return each continuation's likelihood. Contexts too long for `longest` are cut at the beginning; PunaError for such continuations."""
+    """Return each continuation's likelihood. Contexts longer than `longest` lose their beginning; PunaError for such continuations."""
     import torch
 
     from puna.kernels.exact import can_be_exact, exact_passes
@@ -135,7 +134,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def share_beginnings(sequences: Sequence[Sequence[int]]) -> tuple[Forest, list[list[int]]]:
-    """Return a forest in which sorted sequences share their prefixes, and each sequence's token positions in the forest's row."""
+    """Return a forest in which sorted sequences share their prefixes, and the positions of each sequence's tokens in the forest's row."""
     import torch
 
     from puna.models.forest import Forest

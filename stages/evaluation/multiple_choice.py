@@ -1,7 +1,7 @@
 """Multiple-choice questions from held-out pages: several continuations, one of which is the page's own.
 
-The model's answer is the option with the highest log-likelihood, plain or divided by the option's length in bytes. The metrics equal `acc`
-and `acc_bytes` of lm-evaluation-harness, whose `acc_norm` divides by characters."""
+The model's answer is the option with the highest log-likelihood, either total or divided by the option's length in bytes. The metrics equal
+`acc` and `acc_bytes` of lm-evaluation-harness, whose `acc_norm` divides by characters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
-    """Return held-out pages (without a mixture: any) up to `max_page_bytes`, by smallest hash, `max_bytes` in all. PunaError if none."""
+    """Return held-out pages (without a mixture: any) up to `max_page_bytes`, by smallest hash, `max_bytes` in total. PunaError if none."""
     check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
     rows = run.map(_rank, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)
@@ -36,8 +36,8 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
 def training_text(
     model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, context: int, most_tokens: int, run: StageRun
 ) -> list[list[int]]:
-    """Return tokens of training documents, at most as many as the model was trained on. Return [] without a mixture, or if that number is
-    unknown or above `most_tokens`. A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover fewer of
+    """Return tokens of training documents, at most as many as the model was trained on; [] without a mixture, or if that number is unknown
+    or above `most_tokens`. A larger corpus is sampled in pieces of `context` tokens in hash order, since whole pages would cover fewer of
     its n-grams."""
     trained = model.manifest.metrics.get("trained_tokens")
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
@@ -79,10 +79,10 @@ class Item:
 def build(
     documents: Sequence[tuple[str, str, str]], items: int, options: int, prompt_words: int, option_words: int, seed: int
 ) -> list[Item]:
-    """Return at most `items` questions from documents (id, category, text). The documents' order does not matter.
+    """Return at most `items` questions from documents (id, category, text). The order of the documents does not matter.
 
-    A page gives a question if it has prompt_words + option_words words, and other pages give enough distinct wrong options. These are the
-    same word range, preferably of the same category. So length and position do not reveal the answer, and topic seldom does."""
+    A page gives a question if it has prompt_words + option_words words and other pages give enough distinct wrong options. These are the
+    same word range of other pages, preferably of its category, so length and position do not reveal the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
         words = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
@@ -105,7 +105,7 @@ def build(
 def likelihoods(
     model: Transformer, tokenizer: Tokenizer, items: Sequence[Item], size: int, progress: Callable[[int, int], None] | None = None
 ) -> list[list[float]]:
-    """Return log p(option | prompt) in nats for every option, by the conventions of `likelihood.py`. `size`: tokens per pass."""
+    """Return log p(option | prompt) in nats for every option, by the conventions of `likelihood.py`. `size`: maximum tokens per pass."""
     encoder = Encoder(tokenizer)
     requests = [encoder.pair(item.prompt, option) for item in items for option in item.options]
     scored = iter(scores(model, requests, model.config.max_position_embeddings, size, progress))
@@ -113,6 +113,6 @@ def likelihoods(
 
 
 def likeliest(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
-    """Return the index of the likeliest option, the first of equals. `normalised`: compare likelihoods per byte."""
+    """Return the index of the likeliest option; ties go to the first. `normalised`: compare log-likelihoods per byte."""
     values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))

@@ -1,4 +1,4 @@
-"""The needle-in-a-haystack evaluation: accuracy of finding a passage in a long text, by the passage's depth."""
+"""The needle-in-a-haystack evaluation: how often a model finds a passage in a long text, by the passage's depth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Depths of the passage: the share of the text that precedes it."""
+"""Depths of the passage: the share of the text before it."""
 THINGS = ("harbour", "library", "garden", "kitchen", "station", "bridge", "market", "museum", "factory", "hospital", "castle", "school")
 Ids = npt.NDArray[np.int64]
 
@@ -29,44 +29,44 @@ Ids = npt.NDArray[np.int64]
 class NeedleSettings(StageConfig):
     """Settings of the passages hidden in long texts."""
 
-    passage: str = Field("\nThe number of the {key} is {value}.\n", description="Passage; the text before {value} is the question")
-    key_words: tuple[str, ...] = Field(THINGS, min_length=1, description="Keys, one of which is asked for")
-    value_words: tuple[str, ...] = Field(tuple(map(str, range(100, 1000))), min_length=2, description="Values, drawn for each key")
-    pairs: int = Field(1, ge=1, description="Passages per text, with different keys; only the passage asked for has a fixed depth")
-    trials: int = Field(24, ge=1, le=10_000, description="Texts at each depth")
+    passage: str = Field("\nThe number of the {key} is {value}.\n", description="Passage; the question is its text before {value}")
+    key_words: tuple[str, ...] = Field(THINGS, min_length=1, description="Keys; one of them is asked for")
+    value_words: tuple[str, ...] = Field(tuple(map(str, range(100, 1000))), min_length=2, description="Values; one is drawn for each key")
+    pairs: int = Field(1, ge=1, description="Passages per text, with different keys; only the passage asked for is at a fixed depth")
+    trials: int = Field(24, ge=1, le=10_000, description="Number of texts at each depth")
 
     @model_validator(mode="after")
     def _passage_asks(self) -> NeedleSettings:
         before, _, after = self.passage.partition("{value}")
         if before.count("{key}") != 1 or "{key}" in after or self.passage.count("{value}") != 1:
-            raise ValueError(f"passage must hold {{key}} and then {{value}}, each once, not {self.passage!r}")
+            raise ValueError(f"passage must contain {{key}} and then {{value}}, once each, not {self.passage!r}")
         keys, values = len(set(self.key_words)), len(set(self.value_words))
         if self.pairs > min(keys, values) or (keys, values) != (len(self.key_words), len(self.value_words)):
-            raise ValueError(f"{self.pairs} pairs need as many different keys and values, none twice, not {keys} and {values}")
+            raise ValueError(f"{self.pairs} pairs need as many different keys and values, not {keys} and {values}")
         return self
 
 
 class NeedleConfig(NeedleSettings, SeededConfig):
     """Settings of the needle-in-a-haystack evaluation."""
 
-    lengths: tuple[int, ...] = Field((), description="Lengths of the texts, tokens; empty: the model's longest context")
-    max_bytes: int = Field(4_000_000, ge=1000, description="Maximum held-out text to hide passages in, bytes; it is repeated if short")
-    micro_batch_tokens: int = Field(8192, ge=16, description="Tokens of one forward pass; a longer text is a pass of its own")
+    lengths: tuple[int, ...] = Field((), description="Lengths of the texts, in tokens; empty: the model's longest context")
+    max_bytes: int = Field(4_000_000, ge=1000, description="Maximum held-out text to hide passages in, in bytes; short text is repeated")
+    micro_batch_tokens: int = Field(8192, ge=16, description="Maximum tokens per forward pass; a longer text gets its own pass")
 
 
 def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSettings) -> Ids:
-    """Return the joined token ids of all texts without a passage's question. Raise PunaError if that gives no token."""
+    """Return the concatenated token ids of all texts that do not contain a passage's question. Raise PunaError if none are left."""
     questions = [settings.passage.partition("{value}")[0].rstrip(" ").replace("{key}", key) for key in settings.key_words]
     left = [text for text in texts if not any(question in text for question in questions)]
     noise = np.asarray([id_ for ids in tokenizer.encode_batch(left) for id_ in ids], dtype=np.int64)
     if not len(noise):
-        raise PunaError(f"needle: each of {len(texts)} texts is empty or holds a passage's question, such as {questions[0]!r}: change "
-                        "the setting passage, or hold out other documents")  # fmt: skip
+        raise PunaError(f"needle: each of {len(texts)} texts is empty or contains a passage's question, such as {questions[0]!r}: change "
+            "the setting passage, or hold out other documents")  # fmt: skip
     return noise
 
 
 def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
-    """Yield each trial's prompt and answer ids, `length` tokens in all, with the passage asked for at `depth` of the noise.
+    """Yield each trial's prompt and answer ids, `length` tokens in total, with the passage asked for at `depth` of the noise.
 
     Raise PunaError if `length` is too short for the passages."""
     head, tail = settings.passage.split("{value}")
@@ -86,7 +86,7 @@ def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings:
         lead = np.asarray(tokenizer.lead, dtype=np.int64)
         room = length - len(lead) - sum(map(len, passages)) - len(query) - len(answer)
         if room < settings.pairs:
-            raise PunaError(f"needle: {length} tokens have no room for {settings.pairs} passages: take a longer text, or fewer pairs")
+            raise PunaError(f"needle: {length} tokens have no room for {settings.pairs} passages; increase the length, or reduce pairs")
         text = noise[(draw.integers(len(noise)) + np.arange(room)) % len(noise)]
         places = np.concatenate([[round(depth * room)], draw.integers(0, room + 1, settings.pairs - 1)])
         pieces, at = [lead], 0

@@ -1,4 +1,4 @@
-"""Prompts for a task's questions, and metrics from a model's likelihoods and answers."""
+"""Prompts for the questions of a task, and metrics from a model's likelihoods and answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OVERLAP = "overlap"
 
 @dataclass
 class Column:
-    """A task's metric with one value per document. `weights`: words or bytes by which perplexities divide the values (nats).
+    """A metric of a task with one value per document. `weights`: numbers of words or bytes that perplexities divide the values (nats) by.
     `given`: the metric itself if documents have no values. `confidences`: probabilities of the chosen options."""
 
     metric: str
@@ -49,7 +49,7 @@ class Column:
         return self.metric if self.filter == "none" else f"{self.metric},{self.filter}"
 
     def interval(self) -> Interval:
-        """Return the metric with its 95 % interval. The value equals the harness's to the last digit."""
+        """Return the metric with its 95 % interval. The value is exactly that of lm-evaluation-harness."""
         if self.given is not None:
             return self.given
         if not self.weights:
@@ -61,29 +61,30 @@ class Column:
         return Interval(*(math.exp(min(end, 700.0)) for end in nats))
 
     def of(self, chosen: Sequence[bool]) -> Column | None:
-        """Return the metric over the chosen documents, without confidences; None if none is chosen or documents have no values."""
+        """Return the metric over the chosen documents, without confidences; None if none are chosen or documents have no values."""
         if not any(chosen) or len(chosen) != len(self.values):
             return None
         return Column(self.metric, [*compress(self.values, chosen)], self.filter, [*compress(self.weights, chosen)])
 
 
 def has_letters(task: Task) -> bool:
-    """True if a task's options cannot be asked by letter: they are letters already, or beginnings with a common ending."""
+    """True if a task's options cannot be asked by letter: they are letters already, or are beginnings of one ending."""
     letters = set(LETTERS)
     return any(isinstance(one.text, int) or letters.issuperset(one.choices) for one in task.documents)
 
 
 def with_letters(text: str, choices: Sequence[str]) -> str:
-    """Return a question with lettered options before a last line ending in a colon, else before a new `Answer:`. PunaError if too many."""
+    """Return a question with lettered options before a last line that ends in a colon, else before a new `Answer:`. PunaError if too
+    many."""
     if len(choices) > len(LETTERS):
-        raise PunaError(f"a question has {len(choices)} options, more than there are letters")
+        raise PunaError(f"a question has {len(choices)} options, but there are not as many letters")
     lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))
     head, _, last = text.rstrip().rpartition("\n")
     return f"{head}\n{lines}\n{last}" if head and last.endswith(":") else f"{text.rstrip()}\n{lines}\nAnswer:"
 
 
 def contents(task: Task) -> Iterator[tuple[str, str, str]]:
-    """Yield each document's id, question and right answer in the form that training data would have; a whole text has an empty answer."""
+    """Yield each document's id, question and right answer as they would appear in training data; a whole text has an empty answer."""
     for document in task.documents:
         if task.file.output_type == "loglikelihood_rolling":
             yield document.id, str(document.target), ""
@@ -108,14 +109,14 @@ def _answer(task: Task, document: Document, options: Options) -> str:
 
 @dataclass(frozen=True)
 class Asker:
-    """A writer of prompts: plain text, or a conversation by the chat template, with a user and an assistant turn per example."""
+    """A writer of prompts: plain text, or a conversation in the chat template, with a user and an assistant turn per few-shot example."""
 
     encoder: Encoder
     prompts: PromptFormat = "plain"
     options: Options = "cloze"
 
     def _context(self, task: Task, document: Document, question: str) -> tuple[str, str | None]:
-        """Return description, examples and question as text, and for a conversation the mark of `Tokenizer.guard`."""
+        """Return description, examples and question as text and, for a conversation, the mark of `Tokenizer.guard`."""
         own, spec = task.file.fewshot_config, task.file
         between = spec.target_delimiter if own.target_delimiter is None else own.target_delimiter
         behind = spec.fewshot_delimiter if own.fewshot_delimiter is None else own.fewshot_delimiter
@@ -129,8 +130,8 @@ class Asker:
         tokenizer: Tokenizer = self.encoder.tokenizer
         messages, mark = tokenizer.guard([{"role": role, "content": text} for role, text in (*turns, ("user", question))])
         if tokenizer.template is None:
-            raise PunaError("the model has no chat template: ask in plain text (prompts=plain), or import it with one")
-        with errors_at(f"{task.where}: the chat template refuses a question", ValueError):
+            raise PunaError("the model has no chat template; use plain prompts (prompts=plain), or import the model with one")
+        with errors_at(f"{task.where}: the chat template rejects a question", ValueError):
             return tokenizer.template.render(messages, add_generation_prompt=True), mark
 
     def prompt(self, task: Task, document: Document) -> list[int]:
@@ -142,7 +143,7 @@ class Asker:
         return ids or [self.encoder.prefix]
 
     def question_text(self, task: Task, document: Document) -> str:
-        """Return the question as text for a reader, without examples."""
+        """Return the question as text for a reader, without few-shot examples."""
         return "\n".join(document.choices) if isinstance(document.text, int) else _question(task, document, self.options)
 
     def requests(self, task: Task, document: Document) -> list[Request]:
@@ -184,7 +185,7 @@ def choice_columns(task: Task, asker: Asker, scored: Sequence[Sequence[Likelihoo
 
 
 def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) -> list[Column]:
-    """Return a column per metric: each text's nats, with its number of words (split at white space) or bytes as its weight."""
+    """Return one column per metric: each text's nats, weighted by its number of words (split at white space) or bytes."""
     sizes = {"word_perplexity": [float(len(re.split(r"\s+", text))) for text in texts]}
     size_bytes = [float(len(text.encode())) for text in texts]
     values = list(nats)
@@ -192,7 +193,7 @@ def document_columns(task: Task, texts: Sequence[str], nats: Iterable[float]) ->
 
 
 def answer_columns(task: Task, answers: Sequence[Sequence[str]]) -> list[Column]:
-    """Return a column per filter and metric: 1 if a question's first answer after the filter matches a right text, else 0."""
+    """Return one column per filter and metric: 1 if the first filtered answer to a question matches a right text, else 0."""
     columns = []
     for one in task.file.filters:
         texts = [several[0] for several in run_filter(answers, one.filter, f"{task.where}: filter {one.name}")]
@@ -216,9 +217,9 @@ def _right_texts(document: Document) -> list[str]:
 
 
 def verified_columns(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> list[Column]:
-    """Return columns of a verifier's scores: the mean; for n > 1 answers also pass@k (k = 2, 4, …, n) and the majority's score.
+    """Return columns of a verifier's scores: the mean and, for n > 1 answers, pass@k (k = 2, 4, …, n) and the majority's score.
 
-    pass@k is the chance that one of k answers is right (score 1; Chen et al. 2021): 1 - C(n - c, k) / C(n, k) with c of n right."""
+    pass@k is the probability that one of k answers is right (score 1; Chen et al. 2021): 1 - C(n - c, k) / C(n, k) with c of n right."""
     n = len(scores[0])
     columns = [Column("verified", [sum(several) / n for several in scores])]
     for k in [*(2**power for power in range(1, n.bit_length()) if 2**power < n), *([n] if n > 1 else [])]:
@@ -235,7 +236,7 @@ def _majority(scores: Sequence[float], answers: Sequence[str]) -> float:
 
 
 def cut(completion: Completion, tokenizer: Tokenizer, until: Sequence[str]) -> str:
-    """Return an answer's text before the first stop text in it."""
+    """Return an answer's text up to the first stop text in it."""
     text = answer_text(completion.tokens, tokenizer)
     for stop in until:
         text = text.split(stop)[0] if stop else text

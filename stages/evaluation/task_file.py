@@ -1,7 +1,6 @@
-"""Task files in the YAML of lm-evaluation-harness, over local data, without Python code.
+"""Task files in the YAML format of lm-evaluation-harness, over local data, without Python code.
 
-`TaskFile` lists the supported keys. Keys in `UNUSED` change no score and are ignored; any other key is an error.
-"""
+`TaskFile` lists the supported keys. Keys in `UNUSED` affect no score and are ignored; any other key is an error."""
 
 from __future__ import annotations
 
@@ -33,10 +32,10 @@ METRICS: dict[str, tuple[str, ...]] = {
 }
 DEFAULTS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("exact_match",)}
 LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-"""Metrics whose lower values are better."""
+"""Metrics for which lower values are better."""
 AGGREGATIONS = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity", "bits_per_byte": "bits_per_byte"}
 UNUSED = ("tag", "group", "task_alias", "should_decontaminate", "doc_to_decontamination_query", "dataset_name")
-"""Keys that change no score of local data."""
+"""Keys that do not affect scores on local data."""
 FILE_BYTES = 1 << 20
 ROW_BYTES = 16 << 20
 FORMATS = {"json": "json", "parquet": "parquet", "csv": "csv"}
@@ -46,12 +45,12 @@ class Metric(StageConfig):
     """An entry of metric_list: a metric, and how exact_match compares texts."""
 
     metric: str = Field(description="Name of the metric")
-    aggregation: str = Field("", description="Empty, or the metric's own aggregation; no other is supported")
-    higher_is_better: bool | None = Field(None, description="Whether higher values are better, for readers")
-    ignore_case: bool = Field(False, description="exact_match: compare in lower case")
-    ignore_punctuation: bool = Field(False, description="exact_match: compare without ASCII punctuation")
-    ignore_numbers: bool = Field(False, description="exact_match: compare without digits")
-    regexes_to_ignore: tuple[str, ...] = Field((), description="exact_match: patterns whose matches are removed first")
+    aggregation: str = Field("", description="Empty, or the metric's standard aggregation; no other is supported")
+    higher_is_better: bool | None = Field(None, description="Whether higher values are better; only for readers")
+    ignore_case: bool = Field(False, description="exact_match: ignore case")
+    ignore_punctuation: bool = Field(False, description="exact_match: ignore ASCII punctuation")
+    ignore_numbers: bool = Field(False, description="exact_match: ignore digits")
+    regexes_to_ignore: tuple[str, ...] = Field((), description="exact_match: regular expressions whose matches are removed first")
 
     @property
     def matching(self) -> dict[str, Any]:
@@ -70,7 +69,7 @@ class Filter(StageConfig):
     def _steps(cls, steps: tuple[dict[str, JsonValue], ...]) -> tuple[dict[str, JsonValue], ...]:
         for step in steps:
             if (name := step.get("function")) not in FILTERS:
-                raise ValueError(f"the function {name!r} is not supported; there are {', '.join(FILTERS)}")
+                raise ValueError(f"the function {name!r} is not supported; use one of {', '.join(FILTERS)}")
             if unknown := sorted(set(step) - {"function", *FILTER_SETTINGS.get(str(name), ())}):
                 raise ValueError(f"{name}: the setting {unknown[0]!r} is not supported")
         return steps
@@ -79,11 +78,11 @@ class Filter(StageConfig):
 class Shots(StageConfig):
     """Settings of the fixed few-shot examples (`fewshot_config`)."""
 
-    sampler: Literal["first_n"] = Field("first_n", description="Choice of examples: the first ones; random ones are not supported")
+    sampler: Literal["first_n"] = Field("first_n", description="How examples are chosen: the first ones; random ones are not supported")
     split: str | None = Field(None, description="Split of the examples; null: fewshot_split")
     samples: tuple[dict[str, JsonValue], ...] | None = Field(None, description="The examples themselves, as rows")
-    doc_to_text: str | None = Field(None, description="Question of the examples; null: doc_to_text of the task")
-    doc_to_target: str | int | None = Field(None, description="Answer of the examples; null: doc_to_target of the task")
+    doc_to_text: str | None = Field(None, description="Question of an example; null: doc_to_text of the task")
+    doc_to_target: str | int | None = Field(None, description="Answer of an example; null: doc_to_target of the task")
     fewshot_delimiter: str | None = Field(None, description="Text after each example; null: the task's")
     target_delimiter: str | None = Field(None, description="Text between question and answer; null: the task's")
 
@@ -92,11 +91,11 @@ class Generation(StageConfig):
     """Settings of generation (`generation_kwargs`)."""
 
     until: tuple[str, ...] | None = Field(None, description="Texts that end an answer; null: fewshot_delimiter")
-    max_gen_toks: int = Field(256, ge=1, description="Maximum length of an answer, tokens")
-    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0 takes the likeliest token")
+    max_gen_toks: int = Field(256, ge=1, description="Maximum length of an answer, in tokens")
+    temperature: float = Field(0.0, ge=0, le=10, description="Sampling temperature; 0: greedy decoding")
     do_sample: bool | None = Field(None, description="False: temperature 0")
-    top_p: float = Field(1.0, gt=0, le=1, description="Probability of the smallest set of likeliest tokens to draw from")
-    top_k: int = Field(0, ge=0, description="Number of likeliest tokens to draw from; 0: all")
+    top_p: float = Field(1.0, gt=0, le=1, description="Top-p: total probability of the tokens to sample from")
+    top_k: int = Field(0, ge=0, description="Top-k: number of likeliest tokens to sample from; 0: all")
 
     @field_validator("until", mode="before")
     @classmethod
@@ -105,33 +104,33 @@ class Generation(StageConfig):
 
 
 class TaskFile(StageConfig):
-    """The content of a task file. A template is either Jinja over a row's fields or the name of a field."""
+    """The content of a task file. A template is Jinja over a row's fields, or the name of a field."""
 
     task: str = Field(min_length=1, pattern=r"^[\w.:-]+$", description="Name of the task")
     dataset_path: Literal["json", "parquet", "csv"] = Field(description="Format of the data files")
-    dataset_kwargs: dict[str, JsonValue] = Field(description="data_files: a file, several, or {split: files}, from the task file's folder")
+    dataset_kwargs: dict[str, JsonValue] = Field(description="data_files: one, several or {split: files}, from the task file's folder")
     training_split: str | None = Field(None, description="Split to train on; not read")
     validation_split: str | None = Field(None, description="Split to evaluate if there is no test_split")
     test_split: str | None = Field(None, description="Split to evaluate")
-    fewshot_split: str | None = Field(None, description="Split of the examples")
-    output_type: Output = Field("generate_until", description="Kind of output")
-    doc_to_text: str | int = Field("", description="Question; multiple_choice: digits are the index of the right option in doc_to_choice")
+    fewshot_split: str | None = Field(None, description="Split of the few-shot examples")
+    output_type: Output = Field("generate_until", description="Type of output")
+    doc_to_text: str | int = Field("", description="Question; multiple_choice: a number is the index of the right option in doc_to_choice")
     doc_to_target: str | int = Field(description="Answer; multiple_choice: index or text of the right choice")
-    doc_to_choice: str | tuple[str, ...] | None = Field(None, description="Options: a template of a list, a field, or the list")
+    doc_to_choice: str | tuple[str, ...] | None = Field(None, description="Options: a template that gives a list, a field, or a list")
     description: str = Field("", description="Text before everything else")
     target_delimiter: str = Field(" ", description="Text between question and answer")
     fewshot_delimiter: str = Field("\n\n", description="Text after each example")
     fewshot_config: Shots = Field(Shots(), description="The examples")
-    num_fewshot: int = Field(0, ge=0, le=1000, description="Examples before each question")
-    metric_list: tuple[Metric, ...] = Field((), description="Metrics; none: acc and acc_norm, exact_match, or the perplexities")
+    num_fewshot: int = Field(0, ge=0, le=1000, description="Number of few-shot examples per question")
+    metric_list: tuple[Metric, ...] = Field((), description="Metrics; default: acc and acc_norm, exact_match, or the perplexities")
     generation_kwargs: Generation = Field(Generation(), description="Settings of generation")
-    repeats: int = Field(1, ge=1, le=10_000, description="Answers to each question")
-    filter_list: tuple[Filter, ...] = Field((), description="Filters of answers before metrics; none: take_first")
+    repeats: int = Field(1, ge=1, le=10_000, description="Number of answers per question")
+    filter_list: tuple[Filter, ...] = Field((), description="Filters applied to answers before metrics; default: take_first")
     verifier: str | dict[str, JsonValue] | None = Field(
-        None, description="Puna's own: a verifier that scores answers too, by name or {name: …}; its texts are templates or fields"
+        None, description="Puna's own: a verifier that also scores answers, by name or {name: …}; its texts are templates or fields"
     )
     permuted: bool = Field(
-        False, description="Puna's own: each question's options in a fixed random order, the same for all models (for letters)"
+        False, description="Puna's own: show each question's options in a random order that is the same for all models (for letters)"
     )
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="version, and anything else")
 
@@ -145,22 +144,22 @@ class TaskFile(StageConfig):
         metrics = METRICS[self.output_type]
         for entry in self.metric_list:
             if entry.metric not in metrics:
-                raise ValueError(f"metric_list: {entry.metric!r} is not supported for {self.output_type}; there are {', '.join(metrics)}")
+                raise ValueError(f"metric_list: {entry.metric!r} is not supported for {self.output_type}; use one of {', '.join(metrics)}")
             if entry.aggregation not in ("", aggregation := AGGREGATIONS.get(entry.metric, "mean")):
                 raise ValueError(f"metric_list: {entry.metric}: the aggregation {entry.aggregation!r} is not supported, only {aggregation}")
         if self.output_type != "generate_until" and (self.filter_list or self.verifier is not None or self.repeats > 1):
-            raise ValueError("filter_list, repeats and verifier are for answers: output_type generate_until")
+            raise ValueError("filter_list, repeats and verifier need answers: set output_type to generate_until")
         if self.output_type == "multiple_choice" and self.doc_to_choice is None:
             raise ValueError("multiple_choice needs doc_to_choice")
         if self.permuted and (self.output_type != "multiple_choice" or isinstance(self.doc_to_choice, tuple)):
-            raise ValueError("permuted needs multiple_choice with options of each row: a list in the task file is the same for all rows")
+            raise ValueError("permuted needs multiple_choice with options of each row; a list in the task file is the same for all rows")
         if "data_files" not in self.dataset_kwargs or len(self.dataset_kwargs) > 1:
-            raise ValueError("dataset_kwargs: give only data_files")
+            raise ValueError("dataset_kwargs: only data_files is supported")
         return self
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics; without metric_list, the output type's defaults."""
+        """Return the metrics, or the output type's defaults if there is no metric_list."""
         return self.metric_list or tuple(Metric(metric=name) for name in DEFAULTS.get(self.output_type, METRICS[self.output_type]))
 
     @property
@@ -184,24 +183,24 @@ class TaskFile(StageConfig):
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that makes no Python objects."""
+    """A YAML loader that creates no Python objects."""
 
 
 def _code(loader: _Loader, node: yaml.Node) -> None:
-    raise PunaError(f"{node.tag} {node.value} names a function of Python, which is not run; write a template")
+    raise PunaError(f"{node.tag} {node.value} names a Python function, which is not run; write a template")
 
 
 _Loader.add_constructor("!function", _code)
 
 
 def read_task(text: bytes, where: str) -> TaskFile:
-    """Return the task of a YAML text. Raise a PunaError that begins with `where` if the text is not YAML or has unsupported content."""
+    """Return the task in a YAML text. Raise a PunaError that begins with `where` if the text is not YAML or has unsupported content."""
     with errors_at(f"{where} is not YAML", yaml.YAMLError, RecursionError, ValueError), errors_at(where, PunaError):
         content = yaml.load(text[: FILE_BYTES + 1], _Loader)  # noqa: S506  a loader without Python
     if len(text) > FILE_BYTES or not isinstance(content, dict):
-        raise PunaError(f"{where} is no task file: it holds {'more than a MB' if len(text) > FILE_BYTES else 'no keys'}")
+        raise PunaError(f"{where} is not a task file: it holds {'more than a MB' if len(text) > FILE_BYTES else 'no keys'}")
     if unknown := sorted(str(key) for key in content if key not in TaskFile.model_fields and key not in UNUSED):
-        raise PunaError(f"{where}: the key {unknown[0]!r} is not supported; supported are {', '.join(TaskFile.model_fields)}")
+        raise PunaError(f"{where}: the key {unknown[0]!r} is not supported; use {', '.join(TaskFile.model_fields)}")
     values = {key: value for key, value in content.items() if key not in UNUSED}
     if isinstance(settings := values.get("generation_kwargs"), dict):
         values["generation_kwargs"] = generation(settings)
@@ -209,12 +208,12 @@ def read_task(text: bytes, where: str) -> TaskFile:
 
 
 def generation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return generation_kwargs with the token limit named max_gen_toks."""
+    """Return generation_kwargs with the token limit renamed to max_gen_toks."""
     return {("max_gen_toks" if name in ("max_new_tokens", "max_tokens") else name): value for name, value in values.items()}
 
 
 def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
-    """Yield (file, task) for each task file (.yaml, .yml) of an input. Raise PunaError if there is none, or one is invalid."""
+    """Yield (file, task) for each task file (.yaml, .yml) of an input. Raise PunaError if there are none, or one is invalid."""
     found = False
     for file in external.files:
         if PurePosixPath(file.name).suffix in (".yaml", ".yml"):
@@ -222,7 +221,7 @@ def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
             with closing(file.open()) as handle:
                 yield file, read_task(handle.read(FILE_BYTES + 1), file.location)
     if not found:
-        raise PunaError(f"{external.uri}: there is no task file, whose name ends in .yaml")
+        raise PunaError(f"{external.uri}: there is no task file (.yaml)")
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,7 @@ class Task:
         return self.file.task
 
     def prompt_rows(self) -> list[dict[str, Any]]:
-        """Return the documents as prompt rows, the input of a Scorer."""
+        """Return the documents as rows of the prompts table, which a Scorer takes."""
         if self.prompted:
             return [dict(document.row) for document in self.documents]
         return [
@@ -277,16 +276,16 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return a document's few-shot examples; in the evaluated split, rows equal to its own are left out. Raise PunaError if too few."""
+        """Return a document's few-shot examples; in the evaluated split, rows equal to it are left out. Raise PunaError if too few."""
         own = self.file.fewshot_config.split or self.file.fewshot_split
         pool = [shot for shot in self.shots if own != self.file.split(self.where) or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:
-            raise PunaError(f"{self.where}: num_fewshot is {self.file.num_fewshot}, but there are {len(pool)} examples")
+            raise PunaError(f"{self.where}: num_fewshot is {self.file.num_fewshot}, but there are only {len(pool)} examples")
         return pool[: self.file.num_fewshot]
 
 
 def load_task(external: External, file: ExternalFile, spec: TaskFile, limit: int | None = None, shots: int | None = None) -> Task:
-    """Return a task with its first `limit` documents; `shots` overrides num_fewshot. Raise PunaError for a fault anywhere in the task."""
+    """Return a task with its first `limit` documents; `shots` overrides num_fewshot. Raise PunaError for any fault in the task."""
     spec = spec if shots is None else spec.replace(num_fewshot=shots)
     where = file.location
     rows = _rows(external, file, spec, spec.split(where))
@@ -319,16 +318,16 @@ def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -
 
 
 def _data(external: External, file: ExternalFile, name: str) -> ExternalFile:
-    """Return the data file that the task file calls `name`; raise PunaError if it is missing."""
+    """Return the data file that the task file calls `name`. Raise PunaError if it is missing."""
     by_name = {normpath(one.name): one for one in external.files}
     data = by_name.get(normpath(str(PurePosixPath(file.name).parent / name)), by_name.get(normpath(name)))
     if data is None:
-        raise PunaError(f"{file.location}: data_files: {name} is not there; paths start at the task file's folder")
+        raise PunaError(f"{file.location}: data_files: {name} does not exist; paths are relative to the task file's folder")
     return data
 
 
 def _rows(external: External, file: ExternalFile, spec: TaskFile, split: str) -> list[dict[str, Any]]:
-    """Return a split's rows; columns that a row lacks are None. Raise PunaError for a faulty row, or if there are none."""
+    """Return a split's rows; missing columns are None. Raise PunaError for a faulty row, or if there are no rows."""
     rows: list[dict[str, Any]] = []
     for name in spec.files[split]:
         data = _data(external, file, name)
@@ -356,9 +355,9 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
         choices = tuple(choices.values()) if isinstance(choices, dict) else choices
         text = values.get("doc_to_text", spec.doc_to_text)
         if not isinstance(choices, list | tuple) or not all(isinstance(one, str) and one for one in choices):
-            raise PunaError(f"{where}: doc_to_choice, row {number}: is no list of texts: {str(choices)[:80]}")
+            raise PunaError(f"{where}: doc_to_choice, row {number}: not a list of texts: {str(choices)[:80]}")
         if not isinstance(text, str | int) or (isinstance(text, int) and spec.output_type != "multiple_choice"):
-            raise PunaError(f"{where}: doc_to_text, row {number}: is no text: {str(text)[:80]}")
+            raise PunaError(f"{where}: doc_to_text, row {number}: not text: {str(text)[:80]}")
         content = identifier("question", spec.task, json.dumps(dict(row), sort_keys=True, default=str, ensure_ascii=False))
         seen[content] = seen.get(content, 0) + 1
         own = content if seen[content] == 1 else identifier(content, seen[content])
@@ -373,7 +372,7 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
 
 
 def _permute(document: Document) -> Document:
-    """Return a question with the options in the order of a hash of question id and option index, and the right options' new indices."""
+    """Return a question with its options sorted by a hash of question id and option index, and the right options' new indices."""
     order = sorted(range(len(document.choices)), key=lambda at: place(0, document.id, str(at)))
 
     def move(value: Any) -> Any:

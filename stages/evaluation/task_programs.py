@@ -1,7 +1,6 @@
 """Jinja templates and regular expressions of a task file, run in a separate process with limits on time and memory.
 
-Templates behave as in lm-evaluation-harness: an unknown name is an error, trailing newlines are kept, `regex_replace` is a filter.
-"""
+As in lm-evaluation-harness, unknown names are errors, trailing newlines are kept, and `regex_replace` is a filter."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ from puna.models.bounded_process import LimitError, Process
 from puna.storage import PunaError, errors_at
 
 Row = Mapping[str, Any]
-ROWS = 32  # rows of one request
-SECONDS = 5.0  # seconds of computing for one request
+ROWS = 32  # rows per request
+SECONDS = 5.0  # seconds of computation per request
 FAULTS = (jinja2.TemplateError, re.error, TypeError, ValueError, SyntaxError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -36,12 +35,12 @@ def render(templates: Mapping[str, str], rows: Sequence[Row], choices: bool, whe
 
 
 def run_filter(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, Any]], where: str) -> list[list[str]]:
-    """Return the answers to each question after the steps of a filter (`FILTERS`). Raise a PunaError beginning with `where` on failure."""
+    """Return each question's answers after the steps of a filter (`FILTERS`). Raise a PunaError that begins with `where` on failure."""
     return _ask("filter", [list(several) for several in answers], where, [dict(step) for step in steps])
 
 
 def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> list[bool]:
-    """Return, per pair, whether answer and expected text are equal by exact_match with these settings. PunaError (`where`) on failure."""
+    """Return, for each pair, whether answer and expected text match by exact_match with these settings. PunaError (`where`) on failure."""
     return _ask("match", list(pairs), where, dict(settings))
 
 
@@ -52,7 +51,7 @@ def texts_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tup
 
 
 def verifiers_of(verifier: str | dict[str, Any], rows: Sequence[Row], where: str) -> list[str]:
-    """Return each row's verifier as JSON. The strings of the task's verifier, except names, are templates or columns."""
+    """Return each row's verifier as JSON. Strings in the task's verifier, except names, are templates or columns."""
     spec = {"name": verifier} if isinstance(verifier, str) else verifier
     texts = {path: text for path, text in texts_of(spec) if path[-1] != "name"}
     results = []
@@ -103,7 +102,7 @@ def _program(text: str) -> jinja2.Template:
 
 def _printable(value: Any) -> Any:
     if value is None:
-        raise ValueError("the template writes a null")
+        raise ValueError("the template produces a null")
     return value
 
 
@@ -115,7 +114,7 @@ def _render(rows: list[dict[str, Any]], start: int, templates: dict[str, str], c
             try:
                 values[name] = row[text] if text in row else _value(name, _program(text).render(**row), choices)
                 if not isinstance(values[name], str | int | float | list | dict | None):
-                    raise TypeError(f"is {type(values[name]).__name__}, no text, number or list")
+                    raise TypeError(f"is {type(values[name]).__name__}, not text, a number or a list")
             except FAULTS as error:
                 nulls = ", ".join(column for column, value in row.items() if value is None)
                 raise ValueError(f"{name}, row {number}: {error}" + (f"; it has no {nulls}" if nulls else "")) from error
@@ -124,12 +123,12 @@ def _render(rows: list[dict[str, Any]], start: int, templates: dict[str, str], c
 
 
 def _value(name: str, text: str, choices: bool) -> Any:
-    """Return a rendered field, parsed: choices as a literal, a bracketed target as a list, digits (if `choices`) as a choice's index."""
+    """Return a rendered field, parsed: choices as a literal, a bracketed target as a list, digits (with `choices`) as a choice's index."""
     if name == "doc_to_choice":
         try:
             return ast.literal_eval(text)
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"writes no list: {text[:60]!r}") from error
+            raise ValueError(f"does not produce a list: {text[:60]!r}") from error
     if name in ("doc_to_text", "doc_to_target") and choices and text.isdigit():
         return int(text)
     if name == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":

@@ -1,4 +1,4 @@
-"""Benchmark tasks that are run on a model during its training."""
+"""Benchmark tasks on which a model is evaluated during its training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TaskWatch:
-    """Evaluation of tasks by their main metric after every `every` training steps and after the last. Saved scores survive a crash."""
+    """Evaluation of a model's main task metrics, every `every` training steps and after the last. Saved scores survive a crash."""
 
     def __init__(self, tasks: Sequence[External], every: int, tokenizer: Tokenizer, compute: ComputeSettings, run: StageRun) -> None:
         self.tasks = [load_task(one, file, spec) for one in tasks for file, spec in task_files(one)]
@@ -31,7 +31,7 @@ class TaskWatch:
         try:
             self.scorers = scorers_of(self.tasks, (), ScoringConfig(), run)
         except PunaError as error:
-            remedy = "no judge is asked during a training: leave the task out, and ask it afterwards (`puna evaluate --judge`)"
+            remedy = "judges are not available during training; leave the task out, and run it afterwards (`puna evaluate --judge`)"
             raise PunaError(f"{error}; {remedy}" if "`judges`" in str(error) else str(error)) from error
         self.every, self.tokenizer, self.compute, self.run = every, tokenizer, compute, run
         self.file = run.scratch / "task-scores.json"
@@ -60,7 +60,7 @@ class TaskWatch:
         write_text(self.file, json.dumps(self.scores))
 
     def after(self, step: int) -> dict[str, float]:
-        """Return a step's scores as columns of its log row, and record them as metrics; empty if the model was not evaluated."""
+        """Return a step's scores as columns of its log row, and record them as metrics; empty if the model was not evaluated then."""
         scores = self.scores.get(str(step), {})
         for name, value in scores.items():
             self.run.metric(name, value)
@@ -68,5 +68,5 @@ class TaskWatch:
 
 
 def code(tasks: Sequence[Artifact | External]) -> list[tuple[str, str]]:
-    """Return (module, symbol) of the code that evaluates these tasks, and of their verifiers."""
+    """Return the (module, symbol) of the code that evaluates these tasks, and of their verifiers."""
     return [(__name__, TaskWatch.__name__), *verifiers_of_tasks({"tasks": tasks})]

@@ -1,4 +1,4 @@
-"""Executors of `run.map`: local processes, Dask or Ray, all with the interface of `concurrent.futures.Executor`."""
+"""Executors for `run.map`: local processes, Dask or Ray, all with the interface of `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMS = "processes, dask, dask://HOST:PORT, ray or ray://HOST:PORT"
 
 
 def local(workers: int | None = None) -> PartExecutor | None:
-    """Return a pool of `workers` local processes (None: one per core), or None for one worker: the caller's process then does the work."""
+    """Return a pool of `workers` local processes (None: one per core), or None for one worker: the caller's process does the work."""
     count = workers or cores()
     return None if count == 1 else Processes(count)
 
@@ -31,4 +31,4 @@ def connect(name: str, workers: int | None = None) -> PartExecutor | None:
         return RayCluster(address, workers or cores())
     if name == PROCESSES:
         return local(workers)
-    raise PunaError(f"--executor {name}: there is no such executor; it is {FORMS}")
+    raise PunaError(f"--executor {name}: there is no such executor; use {FORMS}")

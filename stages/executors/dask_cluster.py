@@ -1,4 +1,4 @@
-"""An executor on a Dask cluster, which is given by its address or started on this machine."""
+"""An executor on a Dask cluster, which is given by address or started on this machine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from puna.stages.executors.parts import ATTEMPTS, Part, PartExecutor, probe
 from puna.stages.executors.worker import Answer, compute
 from puna.storage import PunaError
 
-# Set before a local scheduler starts. Parts leave no results in the workers, so Dask need not spill them to disk.
+# Set before a local scheduler starts. Parts leave no results in the workers, so Dask need not spill to disk.
 LOCAL = {
     "distributed.scheduler.allowed-failures": ATTEMPTS - 1, "distributed.scheduler.work-stealing": False,
     "distributed.worker.memory.target": False, "distributed.worker.memory.spill": False, "distributed.worker.daemon": False,
     "distributed.scheduler.http.routes": ["distributed.http.health"], "distributed.worker.http.routes": ["distributed.http.health"],
 }  # fmt: skip
 JOIN_SECONDS, GONE_SECONDS = 60, 600
-"""Maximum wait for the workers of a cluster that has none, seconds: before the first part, and during a part."""
+"""Maximum seconds to wait for workers of a cluster that has none: before the first part, and during a part."""
 LOOK_SECONDS = 5.0
 
 
 class DaskCluster(PartExecutor):
-    """The workers of the Dask scheduler at `address`; if that is empty, `workers` processes on this machine.
+    """The workers of the Dask scheduler at `address`, or if it is empty, `workers` processes on this machine.
 
-    Dask restarts a part whose worker dies. It also restarts a part whose result is lost with the worker, without counting that
-    restart. So workers report every attempt, and the driver gives a part up after `ATTEMPTS`.
+    Dask restarts a part if its worker dies. It also restarts a part if the result is lost with the worker, and does not count this restart.
+    So workers report every attempt, and the driver gives up on a part after `ATTEMPTS`.
     """
 
     def __init__(self, address: str, workers: int) -> None:
@@ -51,12 +51,12 @@ class DaskCluster(PartExecutor):
                 )  # fmt: skip
         self._where = address or "on this machine"
         self.below = not address
-        self._gone = f"the Dask scheduler {self._where} is gone, or has dropped the work; what is finished is kept: run again"
+        self._gone = f"the Dask scheduler {self._where} is gone or has dropped the work; finished work is kept: run again"
         try:
             self._client: Any = Client(target, timeout=20, set_as_default=False)
             self._client.wait_for_workers(1, timeout=JOIN_SECONDS)
         except (OSError, TimeoutError) as error:
-            raise PunaError(f"--executor dask: the cluster {self._where} cannot be used ({error}); does it have workers?") from error
+            raise PunaError(f"--executor dask: the cluster {self._where} cannot be used ({error}); check that it has workers") from error
         self._topic = f"puna-{uuid.uuid4().hex}"
         self._begun: dict[str, tuple[Part, Any, int]] = {}
         self._begun_lock = threading.Lock()
@@ -68,7 +68,7 @@ class DaskCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return how many parts may be with the workers: two per thread, so that the next one has arrived before the current one ends."""
+        """Return how many parts may be at the workers: two per thread, so that the next one has arrived before the current one ends."""
         return 2 * self._threads
 
     def has_device(self) -> bool:
@@ -90,7 +90,7 @@ class DaskCluster(PartExecutor):
         self._devices = any("GPU" in worker.get("resources", {}) for worker in workers)
 
     def _begin(self, part: Part) -> None:
-        if self._client.status != "running":  # a part submitted now would never end
+        if self._client.status != "running":  # a part that is submitted now would never end
             raise PunaError(self._gone)
         key = f"{self._topic}-{uuid.uuid4().hex}"
         future = self._client.submit(
@@ -106,7 +106,7 @@ class DaskCluster(PartExecutor):
         try:
             answer = await self._answer(future)
         except KilledWorker as error:
-            part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # Dask has counted these itself
+            part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # Dask itself has counted these
             self._retry(part, str(error).partition("Inspecting")[0].strip())
         except (asyncio.CancelledError, CancelledError):
             with self._begun_lock:
@@ -140,7 +140,7 @@ class DaskCluster(PartExecutor):
                 seen = time.monotonic()
             elif time.monotonic() - seen > GONE_SECONDS:
                 result.cancel()
-                raise PunaError(f"the Dask cluster {self._where} had no worker for {GONE_SECONDS} s; what is finished is kept: run again")
+                raise PunaError(f"the Dask cluster {self._where} had no worker for {GONE_SECONDS} s; finished work is kept: run again")
         answer: Answer = result.result()
         return answer
 
@@ -155,7 +155,7 @@ class DaskCluster(PartExecutor):
             await future.cancel()
 
     def _end(self) -> None:
-        """Cancel the parts under way. Dask finishes a started call, but nobody waits for it."""
+        """Cancel unfinished parts. Dask finishes calls that have started, but their results are ignored."""
         with self._begun_lock:
             for _, future, _ in self._begun.values():
                 self._client.loop.add_callback(future.cancel)

@@ -1,4 +1,4 @@
-"""The driver's side of every executor: parts under way, attempts, ordered results."""
+"""The driver's side of all executors: unfinished parts, their attempts, and results in order."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from puna.stages.executors.worker import Answer, pack
 from puna.storage import PunaError
 
 ATTEMPTS = 3
-"""Maximum starts of a part whose workers keep dying."""
+"""Maximum number of starts of a part whose workers keep dying."""
 BYTES_UNDER_WAY = 1 << 30
 """Maximum bytes of arguments and results that wait in the driver."""
 AHEAD = 64
 
 
 def probe(engine: str, address: str) -> str:
-    """Return the address if a connection succeeds, else raise PunaError within seconds; an engine would wait for minutes."""
+    """Return the address if a connection succeeds, else raise PunaError within seconds; Dask and Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise PunaError(f"--executor {engine}://{address}: is no address; write {engine}://HOST:PORT")
+        raise PunaError(f"--executor {engine}://{address}: not a valid address; write {engine}://HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
-        raise PunaError(f"--executor {engine}://{address}: nobody answers there ({error}); start the cluster, or name another") from error
+        raise PunaError(f"--executor {engine}://{address}: no connection ({error}); start the cluster, or give another address") from error
     return address
 
 
 class Part:
-    """A call under way, with the packed call, the number of attempts and the caller's future."""
+    """An unfinished call: the packed call, the number of attempts, and the caller's future."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: bool) -> None:
         self.name = getattr(function, "__qualname__", str(function))
@@ -44,17 +44,17 @@ class Part:
 
 
 class PartFuture(Future[Any]):
-    """A future with the size in bytes of its arguments until it is done, then of its result."""
+    """A future that holds the size in bytes of its arguments until it is done, and then of its result."""
 
     bytes = 0
 
 
 class PartExecutor(Executor):
-    """An executor that survives dead workers: it starts a lost part again, at most `ATTEMPTS` times in all.
+    """An executor that survives dead workers: it restarts a lost part, up to `ATTEMPTS` starts in total.
 
-    An engine defines `slots` and `_begin`, which sends a part and calls `_deliver`, `_retry` or `_fail` once, from any thread.
-    `cpu_seconds` is the sum over all parts, `resident_bytes` the memory of the largest worker.
-    `below`: the workers are child processes of this one, not members of a cluster.
+    A subclass defines `slots` and `_begin`, which sends a part and calls `_deliver`, `_retry` or `_fail` once, from any thread.
+    `cpu_seconds` is the sum over all parts, `resident_bytes` the memory of the largest worker. `below`: the workers are child processes of
+    this one, not members of a cluster.
     """
 
     below = True
@@ -70,11 +70,11 @@ class PartExecutor(Executor):
 
     @property
     def slots(self) -> int:
-        """Return the number of parts that may be with the workers at once."""
+        """Return the number of parts that may be at the workers at the same time."""
         raise NotImplementedError
 
     def has_device(self) -> bool:
-        """True if a worker offers an accelerator."""
+        """True if a worker has an accelerator."""
         return False
 
     def _begin(self, part: Part) -> None:
@@ -90,7 +90,7 @@ class PartExecutor(Executor):
     def _submit(self, part: Part) -> PartFuture:
         with self._lock:
             if self._closed:
-                raise RuntimeError("the executor was shut down and takes no more work")
+                raise RuntimeError("the executor has been shut down and accepts no more work")
             self._waiting.append(part)
         self._advance()
         return part.future
@@ -128,13 +128,13 @@ class PartExecutor(Executor):
         self._advance()
 
     def _retry(self, part: Part, reason: str) -> None:
-        """Restart a part whose worker ended; after `ATTEMPTS`, or if the executor is closed, fail it."""
+        """Restart a part whose worker ended. After `ATTEMPTS`, or if the executor is closed, fail it."""
         if part.attempts >= ATTEMPTS or self._closed:
             times = f"{part.attempts} times, the maximum number of attempts" if part.attempts > 1 else "once"
             message = (
                 f"a worker process ended in the middle of its work ({part.name}; {times}; {reason}). Most likely the system ran out of "
             )
-            message += "memory: use fewer workers, or a machine with more memory; what is finished is kept"
+            message += "memory: use fewer workers, or a machine with more memory; finished work is kept"
             return self._fail(part, PunaError(message))
         with self._lock:
             self._running -= 1
@@ -148,17 +148,17 @@ class PartExecutor(Executor):
         self._advance()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more work. `wait`: wait for accepted work, which else may fail; `cancel_futures`: cancel parts that have not begun."""
+        """Accept no more work. `wait`: wait for accepted work, which may fail otherwise; `cancel_futures`: cancel parts not yet started."""
         self._refuse(cancel_futures)
         if wait:
             self._wait(None)
         self._close()
 
     def stop(self) -> None:
-        """Accept no more work, and end the parts under way instead of letting them finish."""
+        """Accept no more work, and stop unfinished parts instead of waiting for them."""
         self._refuse(drop=True)
         self._end()
-        while not self._wait(0.1):  # a worker that was being started may begin its part only now
+        while not self._wait(0.1):  # a worker that is just being started may only now begin its part
             self._end()
         self._close()
 
@@ -169,15 +169,15 @@ class PartExecutor(Executor):
             dropped = list(self._waiting) if drop else []
             self._waiting = deque() if drop else self._waiting
         for part in dropped:
-            if not part.future.cancel():  # it was begun before, and its worker was lost
-                part.future.set_exception(PunaError(f"{part.name}: stopped before it was begun again"))
+            if not part.future.cancel():  # it had started, and its worker was lost
+                part.future.set_exception(PunaError(f"{part.name}: stopped before it was started again"))
 
     def _wait(self, seconds: float | None) -> bool:
         with self._settled:
             return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 
     def _end(self) -> None:
-        """End the parts under way. A worker that this executor did not start may go on in vain."""
+        """Stop unfinished parts. A worker that this executor did not start may finish its part, but the result is ignored."""
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -186,9 +186,9 @@ class PartExecutor(Executor):
 def map_in_order(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
 ) -> Iterator[Any]:
-    """Yield `function(item, *arguments)` in the order of `items`; without an executor, compute each in this process when it is asked for.
+    """Yield `function(item, *arguments)` in the order of `items`. Without an executor, compute each value here when it is requested.
 
-    At most `ahead` calls (or two per slot, if more) and about `BYTES_UNDER_WAY` bytes are under way. If the caller stops, cancel the rest.
+    At most `ahead` calls (or two per slot, if more) and about `BYTES_UNDER_WAY` bytes are pending. If the caller stops, cancel the rest.
     """
     if executor is None:
         for item in items:

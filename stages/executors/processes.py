@@ -1,4 +1,4 @@
-"""An executor on local processes."""
+"""An executor that runs local processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from puna.stages.executors.parts import Part, PartExecutor
 from puna.stages.executors.worker import Answer, compute
 
-# Thread counts that numpy, torch, numba, Arrow and tokenizers read only when they are loaded.
+# Thread counts that numpy, torch, numba, Arrow and tokenizers read only at import.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
 _environment = threading.Lock()
 SAVE_SECONDS = 20.0
-"""Longest wait for a stopped run's workers, seconds; Prefect kills the whole run after 30 s."""
+"""Maximum seconds to wait for the workers of a stopped run; Prefect kills the whole run after 30 s."""
 
 
 def cores() -> int:
@@ -27,7 +27,7 @@ def cores() -> int:
 
 
 class Processes(PartExecutor):
-    """Local processes that share the cores evenly. Each process is a pool of its own, so if one is killed, the others go on."""
+    """Local processes that share the cores evenly. Each process is its own pool, so if one is killed, the others continue."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Processes(PartExecutor):
         self._deliver(part, answer)
 
     def _end(self) -> None:
-        """End the workers. A worker that trains a model has `SAVE_SECONDS` to save its state first."""
+        """Stop the workers. A worker that trains a model first has `SAVE_SECONDS` to save its state."""
         workers = [worker for worker in self._context.made if worker.is_alive()]
         deadline = time.monotonic() + SAVE_SECONDS
         try:
@@ -107,7 +107,7 @@ class _Worker(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    """A multiprocessing context that starts workers of `threads` threads each, and lists the workers."""
+    """A multiprocessing context that starts workers with `threads` threads each, and keeps a list of them."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class _Context(SpawnContext):
 
 
 def _start(parent: int) -> None:
-    # Ctrl-C reaches every process of a terminal. A worker ends at once, a training run after its step; only the driver reports it.
+    # Ctrl-C reaches every process of a terminal. Workers end at once, training runs after their step; only the driver reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
 
 def _follow(parent: int) -> None:
-    """End this worker when the process that started it is gone: a killed driver cannot tell its workers."""
+    """End this worker when its parent process is gone, since a killed driver cannot stop its workers."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

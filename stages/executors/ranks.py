@@ -1,8 +1,7 @@
-"""Processes of distributed stages: rank 0 runs the flow, and the other ranks, the followers, join it in each stage with `ranks=True`.
+"""Processes of distributed stages: rank 0 runs the flow, and the other ranks, called followers, join it in each stage with `ranks=True`.
 
-torchrun, or `start` on this machine, starts all processes with one command line. Rank 0 sends jobs to the followers through the
-key-value store of torch.distributed; results are exchanged within the stage, not through that store.
-"""
+torchrun, or `start` on this machine, starts all processes with the same command line. Rank 0 sends jobs to the followers through the
+key-value store of torch.distributed; results are exchanged within the stage, not through that store."""
 
 from __future__ import annotations
 
@@ -27,27 +26,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESTARTS = 3
-"""Maximum restarts of all processes after one was killed; they resume from the last saved state."""
+"""Maximum number of times that all processes are restarted after one was killed; they resume from the last saved state."""
 LOOK = 0.05
 """Seconds between a follower's polls for its next job."""
 LAST_WORDS = 5.0
-"""Seconds that a failed follower waits, so that rank 0, whose error says more, may end first."""
+"""Seconds that a failed follower waits, so that rank 0, whose error is more informative, can end first."""
 END = "end"
 ONE = Layout()
 
 
 def count() -> int:
-    """Return the number of processes that were started together."""
+    """Return the number of processes in this launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def follows() -> bool:
-    """True in every process but rank 0."""
+    """True in every process except rank 0."""
     return count() > 1 and os.environ.get("RANK") != "0"
 
 
 def join() -> None:
-    """Join the processes that were started together, if any. Raise PunaError if an environment variable or another rank is missing."""
+    """Join the process group of this launch, if there is one. Raise PunaError if an environment variable or another rank is missing."""
     if count() == 1:
         return
     import torch
@@ -60,7 +59,8 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Let all processes run a stage together; a failed exchange becomes PunaError. `job`: sent to the followers; None in a follower."""
+    """Run a stage on all processes inside the `with` block; a failed exchange becomes PunaError. `job`: sent to followers, whose is
+    None."""
     from puna.models.training.parallel import mesh
 
     if job is not None:
@@ -77,7 +77,7 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
 
 
 def mesh(layout: Layout = ONE) -> Mesh:
-    """Return the mesh of the processes that run a stage together; if one process runs it, a mesh of one."""
+    """Return the mesh of the processes that run a stage together; a mesh of one if a single process runs it."""
     from puna.models.training.parallel.mesh import Mesh, layout_of
 
     return Mesh(layout_of(layout))
@@ -91,25 +91,25 @@ def agree(wish: bool) -> bool:
 def dealt(
     items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
 ) -> list[Any]:
-    """Return, on every rank, all items' JSON values in order. `compute` gives those of a rank's share; equal keys share a rank or group."""
+    """Return all items' JSON values in order, on every rank. `compute` gives those of a rank's share; equal keys share a rank or group."""
     return mesh(layout).dealt(items, compute, key)
 
 
 def _last_words() -> str:
-    """Return, after `LAST_WORDS` / 2 seconds, the errors that other ranks have reported, and the ranks that have reported none."""
+    """Wait `LAST_WORDS` / 2 seconds; return the errors that other ranks have reported, and the ranks that have reported none."""
     from puna.models.training.parallel import mesh
 
     time.sleep(LAST_WORDS / 2)
     keys = {rank: f"words-{rank}" for rank in range(1, count())}
-    words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no word" for rank, key in keys.items()]
-    return "; ".join(words) + f" (a rank without a word hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
+    words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no report" for rank, key in keys.items()]
+    return "; ".join(words) + f" (a rank without a report hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
 
 
 _lines: dict[int, int] = {}
 
 
 def tell(line: str) -> None:
-    """Send rank 0 a line of this process's log."""
+    """Send a line of this process's log to rank 0."""
     from puna.models.training.parallel import mesh
 
     rank = int(os.environ["RANK"])
@@ -118,13 +118,13 @@ def tell(line: str) -> None:
 
 
 def lines_of_ranks() -> list[str]:
-    """Return the log lines, each after `rank N: `, that other ranks sent to rank 0 since the last call."""
+    """Return the log lines that other ranks have sent to rank 0 since the last call, each prefixed with `rank N: `."""
     if count() == 1:
         return []
     from puna.models.training.parallel import mesh
 
     lines, store = [], mesh.store()
-    for rank in range(1, count() if store is not None else 1):  # no store: this process has not joined
+    for rank in range(1, count() if store is not None else 1):  # no store: this process has not joined a group
         while store.check([key := f"line-{rank}-{_lines.get(rank, 0) + 1}"]):
             _lines[rank] = _lines.get(rank, 0) + 1
             lines.append(f"rank {rank}: {store.get(key).decode()}")
@@ -132,7 +132,7 @@ def lines_of_ranks() -> list[str]:
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
-    """Run the jobs that rank 0 sends, until it sends `END`. If a job fails, tell rank 0 why and exit with status 1."""
+    """Run the jobs that rank 0 sends, until it sends `END`. If a job fails, report the error to rank 0 and exit with status 1."""
     from puna.models.training.parallel import mesh
 
     number = 0
@@ -173,14 +173,14 @@ def _say(text: str) -> None:
 def start(command: Sequence[str], processes: int) -> int:
     """Run a command in `processes` processes on this machine, like torchrun, and return an exit status.
 
-    If a signal kills one process, all are killed and start again, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0,
-    whose training run saves its state; then nothing starts again. Only rank 0 has stdin and stdout; all have stderr.
+    If a signal kills one process, all are killed and restarted, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0, whose training
+    run saves its state; after that nothing is restarted. Only rank 0 has stdin and stdout; all ranks have stderr.
     """
     for attempt in range(RESTARTS + 1):
         status = _attempt(command, processes, attempt)
         if status >= 0:
             return status
-        print(f"a process was ended by {signal.Signals(-status).name}: all start again from the last saved state", file=sys.stderr)
+        print(f"a process was ended by {signal.Signals(-status).name}: all restart from the last saved state", file=sys.stderr)
     return 1
 
 
@@ -194,7 +194,7 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
         "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads,
     }  # fmt: skip
-    # Own sessions, because a terminal's Ctrl-C would reach all at once, in the middle of different steps.
+    # Separate sessions, because a terminal's Ctrl-C would reach all ranks at once, in the middle of different steps.
     workers = []
     for rank in range(processes):
         own, environment = None if rank == 0 else subprocess.DEVNULL, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -213,7 +213,7 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
         statuses = [worker.poll() for worker in workers]
         killed = next((status for status in statuses if status is not None and status < 0), None)
         if killed is None:
-            workers[0].wait()  # its next exchange fails, and its error says more than a follower's
+            workers[0].wait()  # its next exchange fails with an error that is more informative than a follower's
         status = workers[0].poll()
         if killed is not None and not stopped:
             return killed

@@ -1,4 +1,4 @@
-"""An executor on a Ray cluster, which is given by its address or started on this machine."""
+"""An executor on a Ray cluster, which is given by address or started on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 class RayCluster(PartExecutor):
-    """The workers of the Ray cluster whose client port is at `address`; if that is empty, `workers` processes on this machine."""
+    """The workers of the Ray cluster whose client port is at `address`, or if it is empty, `workers` processes on this machine."""
 
     below = False
 
@@ -35,7 +35,7 @@ class RayCluster(PartExecutor):
         if address:
             ray.init(f"ray://{probe('ray', address)}", log_to_driver=False)
         else:
-            self._folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie in it: its path must be short
+            self._folder = tempfile.mkdtemp(prefix="ray-")  # it contains sockets, so its path must be short
             try:
                 ray.init(
                     num_cpus=workers, include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES,
@@ -43,7 +43,7 @@ class RayCluster(PartExecutor):
                 )  # fmt: skip
             except Exception as error:
                 ray.shutdown()
-                # Ray's own limit of 15 seconds for the start of its agents cannot be set.
+                # Ray's own limit of 15 seconds for starting its agents cannot be configured.
                 raise PunaError(
                     f"--executor ray: Ray did not start on this machine ({str(error).strip()}); its logs are in {self._folder}. "
                     "Most likely the machine is too busy: try again when it is not, or use --executor processes"
@@ -54,14 +54,14 @@ class RayCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return how many parts may be with the workers: two per core, so that the next one has arrived before the current one ends."""
+        """Return how many parts may be at the workers: two per core, so that the next one has arrived before the current one ends."""
         return max(1, 2 * int(self._resources.get("CPU", 1)))
 
     def has_device(self) -> bool:
         return self._resources.get("GPU", 0) >= 1
 
     def _begin(self, part: Part) -> None:
-        # The attempts are counted here, not by Ray.
+        # Attempts are counted here, not by Ray.
         task = self._task.options(max_retries=0, num_cpus=1, num_gpus=1 if part.device else 0)
         self._begun[part] = reference = task.remote(part.payload)
         reference.future().add_done_callback(partial(self._complete, part))

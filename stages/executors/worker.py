@@ -1,4 +1,4 @@
-"""Packing of a part in the driver, and its computation in a worker of any engine."""
+"""Packing of a part in the driver, and its computation in a worker of any executor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The versions that a process computes with: Python, Puna's sources, the plugins, the libraries."""
+    """The versions that a process computes with: Python, Puna's sources, plugins, libraries."""
 
     python: str
     code: str
@@ -34,7 +34,7 @@ class Fingerprint:
     libraries: dict[str, str]
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Return one phrase for each version in which `other` differs."""
+        """Return one phrase for each version that differs in `other`."""
         phrases = [] if self.python == other.python else [f"Python {other.python} instead of {self.python}"]
         phrases += [] if self.code == other.code else ["other source files of Puna"]
         for title, mine, theirs in (("plugin ", self.plugins, other.plugins), ("", self.libraries, other.libraries)):
@@ -56,7 +56,7 @@ def _packages() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a part: its pickled result or error, its cost, or the worker's refusal."""
+    """The outcome of a part: its pickled result or error, its cost, or the reason why the worker refused it."""
 
     result: bytes = b""
     error: bytes = b""
@@ -73,13 +73,13 @@ class Answer:
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return a part packed for a worker, with the definitions in the driver's `__main__` (a notebook or script) that it uses."""
+    """Return a part packed for a worker, including definitions that it uses from the driver's `__main__` (a notebook or script)."""
     call = cloudpickle.dumps((function, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     return pickle.dumps((asdict(fingerprint()), plugins.added_modules(), call), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def compute(payload: bytes) -> Answer:
-    """Return the answer of one part. A part's error is in the answer, so that every engine passes errors on in the same way."""
+    """Return the answer of one part. A part's error is in the answer, so that all executors pass errors on in the same way."""
     driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
         if refused := _refusal(Fingerprint(**driver), modules):
@@ -98,13 +98,13 @@ def _refusal(driver: Fingerprint, modules: dict[str, str]) -> str:
     for name, file in modules.items():
         if name not in plugins.added_modules():
             if file and not Path(file).is_file():
-                return f"{here} has no file {file}, which --module names: share its folder with the workers, or install it as a package"
+                return f"{here} has no file {file}, which --module names; share its folder with the workers, or install it as a package"
             plugins.add(file or name)
     mine = fingerprint()
     # Ignore modules that another driver added.
     mine = replace(mine, plugins={name: digest for name, digest in mine.plugins.items() if name in driver.plugins or name in _packages()})
     if differences := driver.differences(mine):
-        return f"{here} was refused: it has {'; '.join(differences)}. Install there what is installed here, and start it again"
+        return f"{here} was refused: it has {'; '.join(differences)}. Install the driver's versions there, and restart it"
     return ""
 
 

@@ -37,47 +37,47 @@ ARMS = ("set", "shuffled")
 class AnnealExperimentConfig(SeededConfig):
     """Settings of annealing with and without each data set, and of the verdict."""
 
-    sets: tuple[str, ...] = Field((), description="Categories of the mixture to judge as data sets; empty: all")
-    categories: int = Field(8, ge=1, description="Maximum number of data sets: the mixture's largest categories, and the others as one")
-    share: float = Field(0.3, gt=0, le=1, description="Share of rows from the data set in the annealing (0 to 1)")
+    sets: tuple[str, ...] = Field((), description="Categories of the mixture to test as data sets; empty: all")
+    categories: int = Field(8, ge=1, description="Maximum number of data sets: the mixture's largest categories, and all others as one")
+    share: float = Field(0.3, gt=0, le=1, description="Share of rows from the data set during annealing (0 to 1)")
     model: ModelShape = Field(
         SHAPE.replace(
             hidden_size=48, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
             tie_word_embeddings=False, initializer_range=0.1, zero_residual=True,
         ),
-        description="Shape of the model trained on the default tokens first, if no model is given",
+        description="Shape of the model that is first trained on the default tokens, if no model is given",
     )  # fmt: skip
     base: Phase = Field(
         Phase(name="base", steps=250, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=10, shape="constant")),
-        description="Training of a model of the shape `model`, if no model is given",
+        description="Training of the model with the shape `model`, if no model is given",
     )
     phase: Phase = Field(
         Phase(name="anneal", steps=60, rows_per_step=8, schedule=ScheduleSettings(learning_rate=0.02, warmup_steps=5, shape="linear")),
-        description="The annealing: learning_rate falls linearly to 0",
+        description="Training settings of the annealing; learning_rate falls linearly to 0",
     )
     optimizer: OptimizerSettings = Field(OptimizerSettings(name="muon", embedding_scale=32), description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     repeats: int = Field(3, ge=3, le=100, description="Runs of each arm, paired by the rows they read. Two pairs decide nothing")
     least_gain: float = Field(
-        0.02, ge=0, description="Minimum gain over the default, and over the set's own words shuffled, to accept a set: lower end of each "
+        0.02, ge=0, description="Minimum gain over the default mix, and over the set's words shuffled, to accept a set: lower end of each "
         "interval, nats per token of its held-out text"
     )  # fmt: skip
     most_default_rise: float = Field(
-        0.1, ge=0, description="Maximum rise of the loss on default text, against annealing on the set's words shuffled: upper end of the "
-        "interval above which a set is refused, nats per token"
+        0.1, ge=0, description="Maximum increase of the loss on default text, against annealing on the set's words shuffled: upper end of "
+        "the interval above which a set is refused, nats per token"
     )  # fmt: skip
-    max_repeats: float = Field(4.0, ge=1, description="Maximum passes over a set's distinct documents; a smaller set is refused")
-    least_different: float = Field(0.5, ge=0, le=1, description="Minimum share of a set's documents that are not copies (0 to 1)")
-    document_tokens: int = Field(8192, ge=8, description="Tokens read from each document's beginning: few tokens then hold many documents")
+    max_repeats: float = Field(4.0, ge=1, description="Maximum passes over a set's distinct documents; a set that needs more is refused")
+    least_different: float = Field(0.5, ge=0, le=1, description="Minimum share of a set's documents that are not duplicates (0 to 1)")
+    document_tokens: int = Field(8192, ge=8, description="Tokens read from each document's beginning; fewer tokens cover more documents")
     heldout_tokens: int = Field(
-        8_000, ge=100, description="Held-out tokens per set, and of the default mixture; at most pretrain's validation_tokens"
+        8_000, ge=100, description="Number of held-out tokens per set and of the default mixture; at most pretrain's validation_tokens"
     )
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of the default documents held out, as in pretrain (0 to 1)")
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> AnnealExperimentConfig:
         for phase in (self.base, self.phase):
-            phase.check_plain("the annealing draws single rows from two sources")
+            phase.check_plain("annealing draws single rows from two sources")
         return self
 
 
@@ -95,20 +95,20 @@ def anneal_experiment(
 
     The sets are the mixture's categories; without a mixture, all documents are one set. The model should be half-trained; by default, a
     small model is trained here on the default tokens. It is annealed in three ways from the same weights, on equally many tokens: on
-    default rows alone, with a share of the set's rows, and with a share of the set's rows with shuffled words. The gain is the drop in
+    default rows alone, with a share of the set's rows, and with a share of the set's rows with shuffled words. The gain is the decrease in
     loss on held-out documents of the set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired
-    runs. It may raise the loss on default text by at most `most_default_rise` more than its shuffled words do. Copies of a document count
-    once; a set of mostly copies, or one that would be read too often, is refused before any training. With a mixture, the table `weights`
-    is the annealing mix, for `mix`. Accepted sets divide `share` by their bytes; the rest is weighted as in the mixture.
+    runs, and if it raises the loss on default text by at most `most_default_rise` more than its shuffled words do. Duplicate documents
+    count once. A set that is mostly duplicates, or that would be read too often, is refused before any training. With a mixture, the table
+    `weights` is the annealing mix, for `mix`: accepted sets divide `share` by their bytes; the rest is weighted as in the mixture.
     """
     source = tokenizer or model
     if source is None:
-        raise PunaError("anneal_experiment begins from a model, or trains one with a tokenizer: give one of the two")
+        raise PunaError("anneal_experiment starts from a model, or trains one with a tokenizer; give exactly one of the two")
     check_tokens(tokens, source)
     row = Packed.read(tokens).row_length
     tokens_needed = math.ceil(config.phase.steps * config.phase.rows_per_step * row * config.share)
     sizes = Sizes(tokens_needed, config.heldout_tokens, row, config.document_tokens)
-    # A set of one document comes last, without a pool: it cannot be both trained on and measured.
+    # A set of one document comes last and has no pool, since it cannot be both trained on and measured.
     groups = sorted(grouped_documents(documents, mixture, config.categories, sizes, run), key=lambda group: group.amount.documents == 1)
     pooled = sum(group.amount.documents > 1 for group in groups)
     names = [group.name if mixture is not None else "candidate" for group in groups]
@@ -118,7 +118,7 @@ def anneal_experiment(
     judged = [number for number, name in enumerate(names) if not config.sets or name in config.sets]
     different = {number: _different(Pools.read(pools), number) for number in judged if number < pooled}
     read = {number: tokens_needed / max(1, different[number][1] if number < pooled else 0) for number in judged}
-    small = dict.fromkeys(judged, "it has one document: one is needed to train on and one to measure the loss on")
+    small = dict.fromkeys(judged, "it has only one document, but needs one to train on and one to measure the loss on")
     small |= {number: _too_small(read[number], share, config) for number, (_, _, share) in different.items()}
     candidates = [number for number in judged if not small[number]]
     start = _base(tokens, source, model, pools, config, run) if candidates else ""
@@ -141,7 +141,7 @@ def anneal_experiment(
 
 
 def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: PoolRows, config: AnnealExperimentConfig, run: StageRun) -> str:
-    """Return the folder of the model to anneal: the input model, grown to the tokenizer's vocabulary, or a small model trained on the
+    """Return the folder of the model to anneal: the input model, extended to the tokenizer's vocabulary, or a small model trained on the
     default tokens, without documents that these tokens or a set hold out."""
     from puna.models.formats.checkpoint import save
 
@@ -167,13 +167,13 @@ def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: Pool
 def _too_small(read: float, different: float, config: AnnealExperimentConfig) -> str:
     """Return why to refuse a data set before any training, or "". `read`: passes over distinct documents; `different`: their share."""
     if read > config.max_repeats:
-        return f"its different documents would be read {read:.3g} times, over max_repeats"
-    return "" if different >= config.least_different else f"{different:.0%} of its documents are different, under least_different"
+        return f"its different documents would be read {read:.3g} times, more than max_repeats"
+    return "" if different >= config.least_different else f"{different:.0%} of its documents are different, less than least_different"
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's training pieces: True if a piece's document copies an earlier or held-out one. Return also the number of
-    tokens in the other pieces, and the share of documents that are not copies."""
+    """Return a mask [P] of a set's training pieces that belong to duplicates of earlier or held-out documents, the number of tokens in the
+    other pieces, and the share of documents that are not duplicates."""
     packed, windows = pools.training[number], set[bytes]()
     heldout = np.concatenate(pools.heldout[number])
     windows.update(map(_digest, np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:])))
@@ -216,7 +216,7 @@ def _anneal(
 
     packed, heldout = set_aside(tokens, config.validation_share, config.heldout_tokens)
     sets, vocabulary = Pools.read(pools), Tokenizer.load(model)
-    # A document may be both in a set and in the default tokens: if one side holds it out, neither side reads it.
+    # A document may be both in a set and in the default tokens. If either holds it out, it is trained on in neither.
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}
     readers, shares = [Reader(packed, heldout | packed.of(frozenset().union(*sets.heldout_ids)), 1, seed, vocabulary.begin)], [1.0]
     if arm != DEFAULT:
@@ -242,7 +242,7 @@ def _anneal(
 
 
 class Verdict(NamedTuple):
-    """Verdict on a set: gains by held-out text, over the default mix and over the shuffled words; the refusal (or ""); passes read."""
+    """The verdict on a set: gains on held-out text over the default mix and over shuffled words; the reason of a refusal, or ""; passes."""
 
     name: str
     gains: dict[str, intervals.Interval]
@@ -267,12 +267,12 @@ def _verdict(
     elif over[name].low <= config.least_gain:
         refusal = f"its gain over its own words shuffled may be as low as {over[name].low:.3f}"
     elif -over[DEFAULT].low > config.most_default_rise:
-        refusal = f"the default text's loss may rise by {-over[DEFAULT].low:.3f} more than with its words shuffled"
+        refusal = f"the loss on default text may rise by {-over[DEFAULT].low:.3f} more than with its words shuffled"
     return Verdict(name, gains, over, refusal, read)
 
 
 def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], share: float) -> list[dict[str, Any]]:
-    """Return each category's weight in the annealing mix: the mixture's, scaled to 1 - `share`, plus an accepted set's part of `share`."""
+    """Return each category's weight in the annealing mix: the mixture's times 1 - `share`, plus an accepted set's part of `share`."""
     table = mixture.read(columns=["category", "weight"]).group_by("category").aggregate([("weight", "max")])
     natural = dict(zip(table["category"].to_pylist(), table["weight_max"].to_pylist(), strict=True))
     size = {name: count for group in groups for name, count in group.members.items()}

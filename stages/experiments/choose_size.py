@@ -1,4 +1,4 @@
-"""The size of a training run for a budget, and the forecast of its loss."""
+"""The best model size for a training budget, and the forecast of its loss."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from puna.stages.training.scaling_laws import fit_power
 from puna.storage import PunaError, errors_at
 
 WIDEST, MULTIPLE = 32_768, 8
-"""Maximum width tried, and the number of which all widths are multiples."""
+"""Maximum width to try, and the number that all widths are multiples of."""
 GROWTH, NEAR = (0.3, 0.7), 1.5
-"""Exponents between which the best size may grow with the budget (published: .46 to .54), and the factor allowed beyond them."""
+"""Range of exponents by which the best size may grow with the budget (published: .46 to .54), and the factor allowed beyond the range."""
 
 
 class ChooseSizeConfig(LawConfig):
-    """Settings of a forecast: a budget in `flops` or `hours`, or a given model's `tokens`."""
+    """Settings of a forecast: a budget in `flops` or `hours`, or the training `tokens` of a given model."""
 
-    flops: float | None = Field(None, gt=0, description="Training budget, FLOPs")
-    hours: float | None = Field(None, gt=0, description="Training budget, hours of the device")
-    gpu: str | None = Field(None, description="GPU of `hours` (H100, H200, A100, …) in bf16; null: this CPU")
-    tokens: int | None = Field(None, ge=1, description="Training tokens of the given `model`: only the loss is forecast")
-    model: ModelShape | None = Field(None, description="Sizes of the model; null: the best of the ladder's family for the budget")
-    sequence_length: int | None = Field(None, ge=2, description="Tokens per row (attention's cost depends on it); null: the ladder's")
+    flops: float | None = Field(None, gt=0, description="Training budget in FLOPs")
+    hours: float | None = Field(None, gt=0, description="Training budget in hours on the device")
+    gpu: str | None = Field(None, description="GPU for `hours` (H100, H200, A100, …) in bf16; null: this CPU")
+    tokens: int | None = Field(None, ge=1, description="Training tokens of the given `model`; only the loss is forecast")
+    model: ModelShape | None = Field(None, description="Shape of the model; null: the best of the ladder's family for the budget")
+    sequence_length: int | None = Field(None, ge=2, description="Tokens per row, which determines attention's cost; null: the ladder's")
 
     @model_validator(mode="after")
     def _one_budget(self) -> ChooseSizeConfig:
         budgets = [name for name in ("flops", "hours", "tokens") if getattr(self, name) is not None]
         if len(budgets) != 1:
-            raise ValueError(f"give one of flops, hours and tokens, not {' and '.join(budgets) or 'none'}")
+            raise ValueError(f"give exactly one of flops, hours and tokens, not {' and '.join(budgets) or 'none'}")
         if self.tokens is not None and self.model is None:
-            raise ValueError("tokens without a model: give the model's sizes, or a budget in flops or hours")
+            raise ValueError("tokens needs a model: give the model's shape, or a budget in flops or hours")
         if self.gpu is not None and self.hours is None:
-            raise ValueError("gpu belongs to hours: give both, or only flops")
+            raise ValueError("gpu applies to hours; give both, or only flops")
         return self
 
 
@@ -60,18 +60,18 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters that multiply every token, output layer included."""
+        """Return the number of parameters that are used for every token, including the output layer."""
         return matrix_parameters(self.shape)
 
 
 @stage(kind="evaluation")
 def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> None:
-    """Choose shape and tokens for a budget, and forecast the loss before the run (Llama 3, section 3.2.1).
+    """Choose shape and number of tokens for a budget, and forecast the loss before the run (Llama 3, section 3.2.1).
 
-    Shapes come from the ladder's family (`model`: only this one), with as many tokens as the budget allows. The law's lowest loss decides.
-    The interval covers the bootstrap's interval, the forecast without the lowest budget, and the error of forecasts of known budgets. This
-    error grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size, learning rate and optimizer.
-    `pretrain` takes these from the input `size`, or from a recipe.
+    Shapes come from the ladder's family (`model`: only this one), with as many tokens as the budget allows; the one with the lowest loss by
+    the scaling law is chosen. The interval covers the bootstrap's interval, the forecast without the lowest budget, and the error of
+    forecasts of known budgets, which grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size,
+    learning rate and optimizer; `pretrain` takes them from the input `size`, or from a recipe.
     """
     rows = read_points([law], config, run)
     forecaster = forecaster_of(rows, config, run)
@@ -130,7 +130,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return the sizes of usual growth (`GROWTH`) over the ladder's best: few points leave the optimum uncertain. PunaError if none."""
+    """Return sizes within the usual growth (`GROWTH`) over the ladder's best: few points leave the optimum uncertain. PunaError if none."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 
@@ -147,7 +147,7 @@ def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size
 
 
 def _family(base: ModelShape) -> Iterator[ModelShape]:
-    """Yield `base` resized to widths up to `WIDEST`, in steps of about 6 %, except widths that its heads do not fit."""
+    """Yield `base` resized to widths up to `WIDEST`, in steps of about 6 %, except widths that do not fit its heads."""
     width = float(MULTIPLE)
     shapes = set()
     while width <= WIDEST:
@@ -160,7 +160,7 @@ def _family(base: ModelShape) -> Iterator[ModelShape]:
 
 
 def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
-    """Return the training seconds per token, from a GPU's data sheet or from this CPU's measured matrix products."""
+    """Return the training seconds per token, from a GPU's data sheet or from matrix products measured on this CPU."""
     from puna.models import accounting
     from puna.models.machine import Machine, matrix_rate
 
@@ -174,11 +174,11 @@ def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
 def _recipe_of(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
     """Return the chosen size, with batch size and learning rate by power laws of the ladder's runs, and their schedule and optimizer."""
     if (decay := max(rows, key=lambda row: row["flops"]).get("decay_share")) is None:
-        raise PunaError("choose_size: this law's points do not say in what share of the steps the rate fell to 0: run law again")
+        raise PunaError("choose_size: this law's points do not record the share of steps in which the learning rate decays; run law again")
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
     parameters = [row["parameters"] for row in rows]
     many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))
-    # The schedule of a ladder's points: constant, then linear to 0.
+    # The schedule of the ladder's points: constant, then linear to 0.
     schedule = ScheduleSettings(learning_rate=float(f"{rate:.3g}"), warmup_steps=0.02, shape="constant", anneal_steps=decay)
     phase = Phase(until=round(size.tokens), rows_per_step=max(1, round(many)), schedule=schedule)
     optimizer = OptimizerSettings.model_validate_json(rows[0]["optimizer"])

@@ -1,4 +1,4 @@
-"""`filter_ablation`: gains and costs of a selection's rules, by small training runs with and without the documents that a rule drops."""
+"""`filter_ablation`: gains and costs of a selection's rules, from small training runs with and without the documents that a rule drops."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from puna.storage import PunaError
 
 
 class FilterAblationConfig(SeededConfig):
-    """Settings of the small runs, and of the share of a rule's documents in them."""
+    """Settings of the small runs, and the share of a rule's documents in them."""
 
-    rules: int = Field(8, ge=1, le=100, description="Rules to measure: the rules that drop most text, and the others as one")
+    rules: int = Field(8, ge=1, le=100, description="Number of rules to measure: those that drop the most text, and all others as one")
     share: float = Field(
-        0.3, gt=0, le=1, description="Share of rows from the rule's documents; above the real share, so that few tokens show an effect"
+        0.3, gt=0, le=1, description="Share of rows from a rule's documents; higher than the real share, so that few tokens show an effect"
     )
-    max_readings: float = Field(4.0, ge=1, description="Maximum passes over a rule's documents; a rule that drops less is not measured")
+    max_readings: float = Field(4.0, ge=1, description="Maximum passes over a rule's documents; a rule that needs more is not measured")
     model: ModelShape = Field(PROXY, description="Shape of the small models")
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=4, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
-        description="Training of a small model",
+        description="Training settings of a small model",
     )
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     repeats: int = Field(3, ge=3, le=100, description="Seeds of weights and rows by which the runs are paired; two pairs decide nothing")
-    sequence_length: int = Field(256, ge=8, description="Tokens of a row")
-    document_tokens: int = Field(1024, ge=8, description="Tokens read of a document, from its beginning")
-    heldout_tokens: int = Field(20_000, ge=100, description="Tokens of kept documents that are held out to measure on")
+    sequence_length: int = Field(256, ge=8, description="Tokens per row")
+    document_tokens: int = Field(1024, ge=8, description="Tokens read from the beginning of each document")
+    heldout_tokens: int = Field(20_000, ge=100, description="Number of tokens of kept documents held out for measuring")
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> FilterAblationConfig:
@@ -51,11 +51,11 @@ class FilterAblationConfig(SeededConfig):
 
 @stage(kind="evaluation")
 def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokenizer, config: FilterAblationConfig, run: StageRun) -> None:
-    """Measure what each rule of a selection earns or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
+    """Measure what each rule of a selection gains or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
 
-    `documents` is the selection's input, `selected` its output. A small model is trained only on kept documents. Another is
-    trained from the same initial weights on equally many tokens, a share of them from documents that the rule dropped. The second model's
-    excess loss is the rule's gain at that share; a negative excess is a cost. A document counts for the first rule that dropped it. A rule
+    `documents` is the selection's input, `selected` its output. One small model is trained only on kept documents. Another is trained from
+    the same initial weights on equally many tokens, a share of which are from documents that the rule dropped. The excess loss of the
+    second model is the rule's gain at that share; a negative excess is a cost. A document counts for the first rule that dropped it. A rule
     is not measured if its documents would be read more than `max_readings` times.
     """
     vocabulary = tokenizer_of(tokenizer)
@@ -65,7 +65,7 @@ def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokeni
     groups = [group for group in every if group.amount.documents > 1]
     names = [group.name for group in groups]
     if KEPT not in names or len(names) < 2:
-        raise PunaError(f"{selected.id} keeps or drops next to nothing of {documents.id}: give a selection, and its input documents")
+        raise PunaError(f"{selected.id} keeps or drops almost nothing of {documents.id}; give a selection, and its input documents")
     pools = build_pools(documents, selected, groups, tokenizer, sizes, run)
     kept_group, text = names.index(KEPT), Pools.read(pools)
     read = {name: config.share * tokens_needed / max(1, int(pool.sizes.sum())) for name, pool in zip(names, text.training, strict=True)}
@@ -113,7 +113,7 @@ def _trial(
     job: int, arm: int, kept: int, name: str, seed: int, pools: PoolRows, vocab_size: int, begin: int, config: FilterAblationConfig,
     state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train on kept documents, with a share of those that rule `arm` drops; return the trial with its loss on held-out kept documents."""
+    """Train on kept documents and a share of documents that rule `arm` drops; return the trial with its loss on held-out kept documents."""
     text, shares = Pools.read(pools), np.zeros(len(pools.totals))
     shares[kept] = 1.0
     if arm != kept:

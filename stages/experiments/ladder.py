@@ -1,4 +1,4 @@
-"""A ladder of small runs: each shape has a run at a constant learning rate (the trunk), and a decaying copy at each number of tokens."""
+"""A ladder of small runs: each shape has one run at a constant learning rate (the trunk), and a decaying copy of it at each token count."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 FEWEST_STEPS = 400
-"""Minimum steps of a run: in a shorter run, warm-up and few updates decide the loss, which then says nothing about longer runs."""
+"""Minimum steps of a run. In a shorter run, warm-up and few updates dominate the loss, which then says nothing about longer runs."""
 PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
-"""Tokens of a question's prompt, tokens of an option, and parts of an option; a wrong option has two parts swapped."""
+"""Number of tokens in a question's prompt, of tokens in an option, and of parts of an option; a wrong option has two parts swapped."""
 
 
 Question = tuple[list[int], list[list[int]]]
@@ -41,27 +41,27 @@ Question = tuple[list[int], list[list[int]]]
 
 
 class LadderConfig(SeededConfig):
-    """Settings of the ladder: shapes, numbers of tokens, and tuning."""
+    """Settings of the ladder: shapes, token counts, and tuning."""
 
-    model: ModelShape = Field(SHAPE, description="Shape of the largest model that the scaling law is for, as in pretrain")
+    model: ModelShape = Field(SHAPE, description="Shape of the largest model that the scaling law should predict, as in pretrain")
     widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other dimensions follow")
     tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens per parameter, output layer included, at multiple 1")
     multiples: tuple[float, ...] = Field((0.5, 1.0, 2.0, 4.0), min_length=1, description="Multiples of tokens_per_parameter, one per point")
     max_flops: float | None = Field(None, gt=0, description="Maximum FLOPs of a point, 6 per parameter and token; null: no limit")
-    decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate falls linearly to 0 (0 to 1)")
-    warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of a shape's shortest run in which the rate rises (0 to 1)")
+    decay_share: float = Field(0.25, gt=0, lt=1, description="Share of a point's steps in which the rate decays linearly to 0 (0 to 1)")
+    warmup_share: float = Field(0.1, ge=0, lt=0.5, description="Share of a shape's shortest run in which the rate warms up (0 to 1)")
     repeats: int = Field(
-        0, ge=0, le=100, description="Further seeds for the narrower half of shapes, up to the second point; intervals then hold seed noise"
+        0, ge=0, le=100, description="Additional seeds for the narrower half of shapes, up to the second point, to widen intervals"
     )
-    rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows per step to try at two model sizes; one value is not tuned")
-    rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates to try, too; one value is not tuned")
+    rows: tuple[int, ...] = Field((2, 4), min_length=1, description="Rows per step to try at two model sizes; a single value is not tuned")
+    rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates to try; a single value is not tuned")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as in pretrain")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents held out, as in pretrain (0 to 1)")
     validation_tokens: int = Field(40_000, ge=100, description="Maximum held-out tokens, as in pretrain")
     questions: int = Field(
         0, ge=0, le=100_000, description=f"Multiple-choice questions from held-out documents: {PROMPT_TOKENS} tokens, and the next "
-        f"{OPTION_TOKENS} as they are or with parts swapped (4 options); 0: none"
+        f"{OPTION_TOKENS} unchanged or with parts swapped (4 options); 0: none"
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class LadderConfig(SeededConfig):
         for name in ("widths", "multiples", "rows", "rates"):
             values = getattr(self, name)
             if min(values) <= 0 or sorted(set(values)) != list(values):
-                raise ValueError(f"{name} must be positive and rise, not {values}")
+                raise ValueError(f"{name} must be positive and increase, not {values}")
         for width in self.widths:
             resize(self.model, width)
         return self
@@ -86,13 +86,13 @@ class Rung(NamedTuple):
 
 @stage(kind="evaluation", device=True)
 def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, config: LadderConfig, run: StageRun) -> None:
-    """Train models of several small sizes on several numbers of tokens, for a scaling law (Llama 3, section 3.2.1; Bhagia et al. 2024).
+    """Train models of several small sizes on several token counts, for a scaling law (Llama 3, section 3.2.1; Bhagia et al. 2024).
 
-    A shape is trained once at a constant learning rate. At each of `multiples` times `tokens_per_parameter`, a copy's rate decays to 0,
-    which gives a point. Batch size and learning rate are tuned first, at two model sizes and the middle multiple: the best rate of short
-    runs is too high for long runs. Other shapes follow the power law through the two optima. A shape whose first point has fewer than 400
-    steps is an error. The loss is measured on documents held out as in pretrain, and on the `heldout` sets. Runs share the CPU's cores. If
-    the largest model is too large for a core and there is a GPU, the runs use the GPU in turn.
+    Each shape is trained once at a constant learning rate. At each of `multiples` times `tokens_per_parameter`, a copy's learning rate
+    decays to 0, which gives a point. Batch size and learning rate are tuned first, at two model sizes and the middle multiple, since the
+    best rate of short runs is too high for long runs. Other shapes follow the power law through the two optima. A shape whose first point
+    has fewer than 400 steps is an error. The loss is measured on documents held out as in pretrain, and on the `heldout` sets. Runs share
+    the CPU's cores. If the largest model is too large for a core and there is a GPU, the runs use the GPU one after another.
     """
     import torch
 
@@ -107,7 +107,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
         _rung(shape, max(config.rows), config.rates[0], packed.row_length, config)
     tuned = _tune(shapes, packed.row_length, shared, config, run)
     rungs = [_rung(shape, *tuned.at(matrix_parameters(shape)), packed.row_length, config) for shape in shapes]
-    # The longest run first, so that no worker waits for it at the end.
+    # The longest run comes first, so that no worker waits for it at the end.
     jobs = [(f"{shape.hidden_size}", rung, run.seed("trunk", shape.hidden_size)) for shape, rung in zip(shapes, rungs, strict=True)][::-1]
     for shape, rung in zip(shapes[: len(shapes) // 2], rungs, strict=False):
         again = rung._replace(steps=rung.steps[:2])
@@ -159,7 +159,7 @@ def _tune(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], conf
 
 
 def _try(name: str, *arguments: Any) -> dict[str, Any]:
-    """Return what `_trunk` does, or one point of infinite loss if the training diverges: the rate is then only too high."""
+    """Return the result of `_trunk`, or one point of infinite loss if training diverges because the learning rate is too high."""
     from puna.models.training.loop import TrainingDiverged
 
     try:

@@ -210,7 +210,7 @@ def test_the_reference_is_of_the_code() -> None:
     for name, command in PROGRAM.commands.items():
         part = told.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         assert part and all(f"`{max(one.opts, key=len)}`" in part for one in command.params if one.param_type_name == "option" and not one.hidden), name
-    assert "| `bands` | Bands of the index; documents that agree in one are candidates | integer ≥ 1 ≤ 1000 | `18` |" in written["reference/stages.md"]
+    assert "| `bands` | Bands of the index; documents that agree in a band are candidates | integer ≥ 1 ≤ 1000 | `18` |" in written["reference/stages.md"]
     assert "| `gopher_quality.min_words` |" in written["reference/stages.md"]
     for name, found in TABLES.items():
         part = written["reference/tables.md"].partition(f"\n## {name}\n")[2].partition("\n## ")[0]
@@ -327,7 +327,7 @@ def test_descriptions_are_whole_sentences() -> None:
         # A sentence begins with what the step does: no "Pages to documents", no article, no question.
         first = re.split(r"\W", sentence, maxsplit=1)[0]
         assert VERBS.fullmatch(first.lower()), f"{name}: begin the docstring with a verb (got {first!r})"
-    assert described["extract"] == "Turn pages into documents: the main content of HTML, plain text and code as they are."
+    assert described["extract"] == "Turn pages into documents: the main content of HTML pages; plain text and code unchanged."
     assert first_sentence("Mask addresses: of mail, of\n    houses (Broder et al. 1997). Then more.\n\nA body.") == (
         "Mask addresses: of mail, of houses (Broder et al. 1997)."
     )
@@ -335,6 +335,6 @@ def test_descriptions_are_whole_sentences() -> None:
 
 def test_the_start_page_and_the_command_line_show_them(store: Store) -> None:
     page, listed = unescape(str(list_page(Site(store, None, Asker(store, urls=False))))), CliRunner().invoke(app, ["stages"]).output
-    sentence = "Turn pages into documents: the main content of HTML, plain text and code as they are."
+    sentence = "Turn pages into documents: the main content of HTML pages; plain text and code unchanged."
     assert sentence in page and sentence in listed
     assert "Turn raw pages or documents into an aligned model;" in page and "Turn raw pages or documents into an aligned model;" in listed

@@ -84,7 +84,7 @@ def test_models_in_folders_are_scored_and_compared(folder: Path) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (("--tasks", "none.yaml"), "--tasks none.yaml: there is no such task file or folder; tasks by name need --harness"),
     (("--tasks", "tasks/lost.yaml"), "data_files: gone.jsonl not found, neither beside the task file nor in the working directory"),
-    (("--tasks", "tasks/animals.yaml", "--n", "4", "--harness"), "answers and temperature are the task file's where the harness asks"),
+    (("--tasks", "tasks/animals.yaml", "--n", "4", "--harness"), "the harness takes options, answers and temperature from the task file"),
     (("--tasks", "gone@latest"), "gone@latest"),
     (("--tasks", "documents@latest"), "cannot be a task: name prompts, or a task file"),
 ])  # fmt: skip

@@ -111,4 +111,4 @@ def test_a_glance_is_enough_where_it_shows_what_a_step_needs(tmp_path: Path) -> 
     assert needs_of(texts, 0.01) == [] and asked == [GLANCE]
     assert needs_of(texts[:3], 0.01) == [] and asked == [GLANCE, LOOK]
     (said,) = needs_of(texts[:2], 1.0)
-    assert "two knowledge types with at least min_labels=2" in said and asked == [GLANCE]
+    assert "two knowledge types need at least min_labels=2" in said and asked == [GLANCE]

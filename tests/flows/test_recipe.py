@@ -545,7 +545,7 @@ def test_a_source_that_quality_learns_from_must_be_there(tmp_path: Path) -> None
     with pytest.raises(PunaError, match=r"positive_sources=\['wikipedia'\]: no input has such a name \(they are news\)"):
         ask([], str(page))
     ask(["quality=null", "select_model.quality=null"], str(page))
-    with pytest.raises(PunaError, match="all inputs have such a name, and others are needed too"):
+    with pytest.raises(PunaError, match="all inputs have these names; others are needed too"):
         ask(["train_quality.positive_sources=[good]"], f"good={page}")
     assert isinstance(ask(["train_quality.positive_sources=[good]"], f"good={page}", str(page))["inputs"], list)
 
@@ -558,7 +558,7 @@ def test_every_unmet_need_is_told_before_the_first_stage(tmp_path: Path) -> None
         launch.checked_inputs(flow_named("curate"), load("demo", ["select.domains={}"], "curate"), [str(page)], store, quiet=True)
     said = str(error.value).splitlines()
     assert [line.partition(":")[0] for line in said] == ["train_domains", "train_quality"] and "--set domains=null" in said[0] and "of 40 pages" in said[0]
-    with pytest.raises(PunaError, match=r"select_model: rule quality\.\w+ reads the signal 'quality.*', which no input carries"):
+    with pytest.raises(PunaError, match=r"select_model: rule quality\.\w+ reads the signal 'quality.*', which no input contains"):
         launch.checked_inputs(flow_named("curate"), load("demo", ["quality=null", "domains=null"], "curate"), [str(page)], store, quiet=True)
     assert store.runs() == [] and store.artifacts() == []
 

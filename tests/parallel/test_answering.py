@@ -83,5 +83,5 @@ def test_layouts_that_answer_nothing_are_refused() -> None:
         ServingSettings(layout={"shard": 2})
     with pytest.raises(ValueError, match="layout.virtual_stages: answers pass one stage of a process; leave virtual_stages out"):
         ServingSettings(layout={"pipeline": 2, "virtual_stages": 2})
-    with pytest.raises(ValueError, match="layout pipeline 2: stages of layers draw answers only"):
+    with pytest.raises(ValueError, match="layout pipeline 2: pipeline stages can generate but not compute likelihoods"):
         BenchmarkConfig(serving={"layout": {"pipeline": 2}})

@@ -123,7 +123,7 @@ def test_a_killed_rank_that_samples_starts_all_again_with_the_same_weights(ranks
 def test_what_no_test_proves_is_refused() -> None:
     with pytest.raises(ValueError, match="no test proves training by data 2 x shard 2 beside ranks that sample"):
         GrpoSettings(generate=1, compute={"layout": {"data": 2, "shard": 2}})
-    with pytest.raises(PunaError, match="grpo: generate = 1 needs 2 processes at least; start with --processes"):
+    with pytest.raises(PunaError, match="grpo: generate = 1 needs at least 2 processes; start with --processes"):
         check(grpo, GrpoConfig(generate=1))
     with pytest.raises(ValueError, match="generate 3 is no number of groups of generate_tensor 2 processes"):
         GrpoSettings(generate=3, generate_tensor=2)

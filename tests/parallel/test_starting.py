@@ -30,7 +30,7 @@ def test_a_killed_rank_starts_all_again_with_the_same_weights(ranks: Run, tmp_pa
     command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"layout": layout}), json.dumps([[1, "step", 3]])]
     assert processes.start(command, 2) == 0
     assert json.loads((folder / "result.json").read_text()) == unkilled
-    assert "ended by SIGKILL: all start again" in capfd.readouterr().err
+    assert "ended by SIGKILL: all restart" in capfd.readouterr().err
 
 
 AGENTS = """
@@ -132,7 +132,7 @@ except PunaError as error:
 def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(capfd: pytest.CaptureFixture[str]):
     assert processes.start([sys.executable, "-c", BROKEN], 3) == 4
     (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("rank 0: ")]
-    assert "; rank 1: ValueError: no room for sft; rank 2: no word (a rank without a word hangs, which the others notice after 0:00:03" in line
+    assert "; rank 1: ValueError: no room for sft; rank 2: no report (a rank without a report hangs, which the others notice after 0:00:03" in line
 
 
 TOLD = """

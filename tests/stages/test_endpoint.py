@@ -155,7 +155,7 @@ def test_no_redirect_is_followed_and_no_run_begins_without_its_key(tmp_path: Pat
         with pytest.raises(PunaError, match="key"):
             parse(SampleConfig, {"endpoints": [remote.endpoint(key=wrong)]}, "sample")
     monkeypatch.delenv("TEST_KEY")
-    with pytest.raises(PunaError, match="the environment has no variable TEST_KEY"):
+    with pytest.raises(PunaError, match="the environment variable TEST_KEY is not set"):
         sampled(store, prompts_of(store, "say #1"), remote.endpoint())
 
 

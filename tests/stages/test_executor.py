@@ -215,10 +215,10 @@ def test_added_modules_are_added_in_the_workers(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("threads", "there is no such executor; it is processes, dask"),
-        ("dask://here", "is no address; write dask://HOST:PORT"),
-        ("dask://127.0.0.1:1", "nobody answers there"),
-        ("ray://127.0.0.1:1", "nobody answers there"),
+        ("threads", "there is no such executor; use processes, dask"),
+        ("dask://here", "not a valid address; write dask://HOST:PORT"),
+        ("dask://127.0.0.1:1", "no connection"),
+        ("ray://127.0.0.1:1", "no connection"),
     ],
 )
 def test_an_executor_that_is_not_there(name: str, message: str) -> None:

@@ -1,1 +1,1 @@
-"""Classifiers that curation trains and applies."""
+"""Classifiers that curation stages train and apply."""

@@ -1,8 +1,7 @@
-"""Training of fastText classifiers, one model per fold: no document is scored by a model that was trained on it.
+"""Training of fastText classifiers, one per fold, so that no document is scored by a model that was trained on it.
 
-The hash of a document's id decides its fold. The model of a fold is trained on the labelled documents of the other
-folds, in a fixed order, so training is deterministic (`puna.models.classifiers.fasttext`).
-"""
+A hash of a document's id determines its fold. A fold's model is trained on the labelled documents of all other folds, in a fixed order, so
+training is deterministic (`puna.models.classifiers.fasttext`)."""
 
 from __future__ import annotations
 
@@ -30,39 +29,39 @@ from puna.storage import Artifact, Part, PunaError, errors_at
 FOLD = "fold-{}.bin"
 MAX_REPEATS = 10
 GOLDEN = 0.6180339887498949
-FINEST = 1_000_000  # steps of a score: documents are counted by score, rounded to six digits, to bound memory
+FINEST = 1_000_000  # number of score steps: scores are rounded to six digits and counted, which bounds memory
 BARS = 20
-ENDS_WORD = re.compile(r"[\0\t-\r ]")  # as fastText splits a line
+ENDS_WORD = re.compile(r"[\0\t-\r ]")  # characters at which fastText splits a line
 Labels = dict[str, list[str | None]]  # classifier → the class of each document, or None
 
-DIMENSION = functools.partial(Field, ge=8, le=1000, description="Length of a word's vector")
-LEARNING_RATE = functools.partial(Field, gt=0, le=10, description="Learning rate at the start, decaying to 0")
-EPOCHS = functools.partial(Field, ge=1, le=1000, description="Passes over the training documents")
-MAX_CHARACTERS = functools.partial(Field, ge=1, description="Maximum characters read of each document")
+DIMENSION = functools.partial(Field, ge=8, le=1000, description="Dimension of the word vectors")
+LEARNING_RATE = functools.partial(Field, gt=0, le=10, description="Initial learning rate, which decays linearly to 0")
+EPOCHS = functools.partial(Field, ge=1, le=1000, description="Number of passes over the training documents (epochs)")
+MAX_CHARACTERS = functools.partial(Field, ge=1, description="Maximum number of characters read from each document")
 """Fields of the four settings whose defaults differ between classifiers."""
 
 
 class ClassifierConfig(SeededConfig):
-    """Settings of fastText and of folds. Defaults as in DCLM (Li et al. 2024): word bigrams, else fastText's own, but fewer buckets."""
+    """Settings of fastText and the folds. Defaults: word bigrams as in DCLM (Li et al. 2024), fewer buckets, otherwise fastText's."""
 
-    folds: int = Field(3, ge=2, le=20, description="Number of folds of the documents, for out-of-fold scores")
-    word_ngrams: int = Field(2, ge=1, le=5, description="Maximum length of word n-grams, words")
+    folds: int = Field(3, ge=2, le=20, description="Number of folds that documents are split into for out-of-fold scores")
+    word_ngrams: int = Field(2, ge=1, le=5, description="Maximum length of word n-grams, in words")
     dimension: int = DIMENSION(100)
     learning_rate: float = LEARNING_RATE(0.1)
     epochs: int = EPOCHS(5)
-    min_count: int = Field(1, ge=1, description="Minimum occurrences of a word; rarer words are left out")
+    min_count: int = Field(1, ge=1, description="Minimum number of occurrences of a word; rarer words are ignored")
     buckets: int = Field(200_000, ge=10_000, description="Hash buckets for word n-grams; fastText's 2,000,000 make models of 0.8 GB")
     max_characters: int = MAX_CHARACTERS(4000)
-    max_class_documents: int = Field(100_000, ge=1, description="Maximum number of training documents of one class")
-    class_ratio: float = Field(3.0, ge=1, description="Maximum ratio of a class to the median class; below 1/ratio, documents are repeated")
+    max_class_documents: int = Field(100_000, ge=1, description="Maximum number of training documents per class")
+    class_ratio: float = Field(3.0, ge=1, description="Maximum ratio of a class to the median class; classes below 1/ratio are repeated")
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number, to order training), `line` (the words), and a
-    column for each classifier with the documents' classes, null for none.
+    """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number that orders training), `line` (the words), and one column
+    per classifier with the documents' classes, or null.
 
-    `documents`: number of documents outside the exempt sources. `counts`: classifier → class → documents in each fold, int64[folds].
+    `documents`: number of documents outside the exempt sources. `counts`: classifier → class → number of documents per fold, int64[folds].
     """
 
     files: list[str]
@@ -70,7 +69,7 @@ class Examples:
     counts: dict[str, dict[str, NDArray[np.int64]]]
 
     def of(self, name: str) -> Counter[str]:
-        """Return class → number of labelled documents, for the classifier `name`."""
+        """Return class → number of documents with this label, for the classifier `name`."""
         return Counter({label: int(results.sum()) for label, results in self.counts.get(name, {}).items()})
 
 
@@ -78,8 +77,8 @@ class Examples:
 class Scores:
     """Out-of-fold scores of the labelled documents.
 
-    `labels`: the classes. `confusion` int64[classes, classes]: documents by class (row) and most probable class (column).
-    `counted`: number of documents of the class `positive`, and of others, with each score; see `score_counts`.
+    `labels`: the classes. `confusion` int64[classes, classes]: documents by class (row) and most probable class (column). `counted`:
+    `score_counts` of the score for the class `positive`.
     """
 
     labels: list[str]
@@ -89,7 +88,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class _Job:
-    """A model to train on documents outside `fold` with a class in the column `name`; it scores the documents of the fold.
+    """A model to train on the documents outside `fold` that have a class in the column `name`; it scores the documents of the fold.
 
     `quota`: class → (number of training documents, copies of each document). `state`: folder of the training's checkpoints.
     """
@@ -108,8 +107,8 @@ def prepare(
 ) -> Examples:
     """Write the labelled documents to files in the scratch folder, for `out_of_fold`.
 
-    `label(rows, *args)` returns, by classifier, the class of each document in `rows` (`id`, `source`, `text`), or None.
-    Documents of the sources `exempt` get no class.
+    `label(rows, *args)` returns, for each classifier, the class or None of every document in `rows` (`id`, `source`, `text`). Documents of
+    the sources `exempt` get no class.
     """
     parts = run.parts(documents, columns=["id", "source", "text"])
     files, rows = [], 0
@@ -126,7 +125,7 @@ def prepare(
 def out_of_fold(
     run: StageRun, examples: Examples, name: str, classes: list[str], config: ClassifierConfig, folder: Path, positive: str = ""
 ) -> Scores:
-    """Train `name` per fold on `classes`; write models to `folder`. Return out-of-fold scores. Raise PunaError if a fold lacks examples."""
+    """Train a model per fold for `classes`; write it to `folder`. Return out-of-fold scores. Raise PunaError if a fold lacks examples."""
     folder.mkdir(exist_ok=True)
     counts = {label: examples.counts[name][label] for label in classes}
     jobs = []
@@ -135,8 +134,8 @@ def out_of_fold(
         if len(classes) < 2 or not min(usable.values()):
             census = ", ".join(f"{label}: {results.sum()}" for label, results in counts.items()) or "none"
             raise PunaError(
-                f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; it has "
-                f"{census} over {config.folds} folds. Give more documents, fewer folds, or other labels"
+                f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; there are "
+            f"{census} in {config.folds} folds. Give more documents, fewer folds, or other labels"
             )
         state = str(run.scratch / f"{name}-fold-{fold}")
         jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), state, str(folder / FOLD.format(fold)), positive))
@@ -148,7 +147,7 @@ def out_of_fold(
 
 
 def score_counts(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the number of positives (row 0) and negatives (row 1) with each score, 0 to 1 by millionths: int64[2, FINEST + 1]."""
+    """Return the number of positives (row 0) and negatives (row 1) per score, rounded to millionths: int64[2, FINEST + 1]."""
     return np.bincount(_places(scores, positive), minlength=2 * (FINEST + 1)).reshape(2, -1)
 
 
@@ -157,16 +156,16 @@ def _places(scores: NDArray[np.float64], positive: NDArray[np.bool_]) -> NDArray
 
 
 def auc(counts: NDArray[np.int64]) -> float:
-    """Return the area under the ROC curve (ties count half), from `score_counts`. Raise ValueError without positives or negatives."""
+    """Return the area under the ROC curve from `score_counts` (a tie counts as half). Raise ValueError without positives or negatives."""
     positive, negative = counts[:, counts.any(axis=0)]
     if not positive.any() or not negative.any():
         raise ValueError("an ROC curve needs positives and negatives")
-    twice = 2 * np.cumsum(negative) - negative  # twice the negatives with a lower score, plus those with the same score
+    twice = 2 * np.cumsum(negative) - negative  # twice the number of negatives with a lower score, plus those with the same score
     return int((positive * twice).sum()) / (2 * int(positive.sum()) * int(negative.sum()))
 
 
 def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, float]]:
-    """Return the points of a calibration curve, from `score_counts`: mean score and share of positives of each non-empty bin of scores."""
+    """Return a calibration curve from `score_counts`: (mean score, share of positives) for each non-empty bin of scores."""
     places = np.flatnonzero(counts.any(axis=0))
     positive, both = counts[0, places], counts[:, places].sum(axis=0)
     at = np.minimum(places * bins // FINEST, bins - 1)
@@ -175,7 +174,7 @@ def calibration(counts: NDArray[np.int64], bins: int = 10) -> list[tuple[float, 
 
 
 def report_calibration(run: StageRun, name: str, what: str, counts: NDArray[np.int64]) -> None:
-    """Report the calibration of a classifier on its labels, out of fold, as the figure `name`."""
+    """Report the out-of-fold calibration of a classifier against its labels, as the figure `name`."""
     series = {"documents": calibration(counts), "perfect": [(0.0, 0.0), (1.0, 1.0)]}
     run.figure(name, Figure(f"Calibration of the classifier of {what}, out of fold", "predicted probability", f"share of {what}", series))
 
@@ -196,11 +195,11 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
 
 
 def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:
-    """Return for each class the number of training documents and the copies of each: large classes are cut, small ones repeated.
+    """Return class → (number of training documents, copies of each): large classes are cut, small ones repeated.
 
-    Without this, a class with few documents would never be predicted.
+    Otherwise a class with few documents would never be predicted.
     """
-    # The lower median: of two classes the smaller one.
+    # The lower median: with two classes, the smaller one.
     median = sorted(counts.values())[(len(counts) - 1) // 2]
     most = min(config.max_class_documents, int(config.class_ratio * median))
     least = min(most, int(median / config.class_ratio))
@@ -211,7 +210,7 @@ def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[
 def _prepare(
     part: Part, scratch: str, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
 ) -> tuple[str, int, Counter[tuple[str, str, int]]]:
-    """Write a part's labelled documents. Return the file, the number of documents not exempt, and counts by (classifier, class, fold)."""
+    """Write a part's labelled documents. Return the file, the number of non-exempt documents, and counts by (classifier, class, fold)."""
     file = Path(scratch) / f"examples-{part.start}-{part.stop}.arrow"
     table = part.read()
     table = table.filter(pc.invert(pc.is_in(table["source"], pa.array(exempt, pa.string()))))
@@ -236,7 +235,7 @@ def _prepare(
 
 
 def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Train and write one model. Return the fold's scores: `confusion`, and indices and values of nonzero entries of `Scores.counted`."""
+    """Train and write one model. Return its fold's scores: `confusion`, and indices and values of nonzero entries of `Scores.counted`."""
     lines, places = _training_lines(job, files)
     c, labels = config, [label_of(name) for name in job.classes]
     settings = Settings(c.learning_rate, c.epochs, c.word_ngrams, c.dimension, c.min_count, c.buckets, c.seed)
@@ -255,7 +254,7 @@ def _train(job: _Job, files: list[str], config: ClassifierConfig) -> tuple[NDArr
 
 
 def write_table(table: pa.Table, file: Path) -> None:
-    """Write a table uncompressed, so that `read_table` can map the file, and atomically."""
+    """Write a table atomically and uncompressed, so that `read_table` can memory-map the file."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -263,13 +262,13 @@ def write_table(table: pa.Table, file: Path) -> None:
 
 
 def read_table(file: str | Path) -> pa.Table:
-    """Return the table of a file that `write_table` wrote, mapped into memory."""
+    """Return the memory-mapped table of a file that `write_table` wrote."""
     with pa.memory_map(str(file)) as source:
         return pa.ipc.open_file(source).read_all()
 
 
 def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chosen: pa.Array | None = None) -> Iterator[pa.Table]:
-    """Yield the labelled documents of the job's fold (`inside`) or of the other folds, by file. `chosen`: the only ids to yield."""
+    """Yield the labelled documents, file by file, of the job's fold (`inside`) or of the other folds. `chosen`: yield these ids only."""
     for file in files:
         table = read_table(file).select(["fold", job.name, *columns])
         here = pc.equal(table["fold"], job.fold)
@@ -278,7 +277,7 @@ def _rows(job: _Job, files: list[str], columns: list[str], *, inside: bool, chos
 
 
 def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArray[np.int32]]:
-    """Return a model's training lines and the index of each line's class. Ids and seed alone decide the random order of the lines."""
+    """Return a model's training lines and the class index of each line. The random order depends only on the ids and the seed."""
     by_draw = [("draw", "ascending"), ("id", "ascending")]
     candidates: dict[str, list[pa.Table]] = {name: [] for name in job.classes}
     for rows in _rows(job, files, ["id", "draw"], inside=False):
@@ -290,7 +289,7 @@ def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArr
     for name, tables in candidates.items():
         count, copies = job.quota[name]
         own = pa.concat_tables(tables).sort_by(by_draw).slice(0, count)
-        # Each copy of a document has its own place in the order.
+        # Each copy of a document has its own position in the order.
         order += [own.set_column(0, "draw", pa.array((own["draw"].to_numpy() + copy * GOLDEN) % 1.0)) for copy in range(copies)]
     chosen = pa.concat_tables(order).sort_by([*by_draw, (job.name, "ascending")])
     lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=chosen["id"].combine_chunks()))
@@ -300,19 +299,19 @@ def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArr
 
 
 def label_of(name: str) -> str:
-    """Return a class's name as a fastText label. White space, which would end the label, is escaped."""
+    """Return a class name as a fastText label. White space is escaped, since it would end the label."""
     return ENDS_WORD.sub(lambda match: f"%{ord(match[0]):02X}", name)
 
 
 def predict(model: Any, lines: pa.Array | pa.ChunkedArray, classes: list[str]) -> NDArray[np.float64]:
-    """Return the probability of every class for each line, float64[lines, classes], by a `Model` or by fastText itself."""
+    """Return the probability of each class for each line, float64[lines, classes]. `model`: a `Model` or fastText's own."""
     if isinstance(model, Model):
         rows = model.probabilities(lines)[:, [model.labels.index(label_of(name)) for name in classes]].astype(np.float64)
     else:
-        # A list, because fastText 0.9.3 cannot predict a single string under numpy 2.
+        # fastText 0.9.3 cannot predict a single string under numpy 2, so it gets a list.
         index, rows = {f"__label__{label_of(name)}": at for at, name in enumerate(classes)}, np.zeros((len(lines), len(classes)))
         for row, names, values in zip(rows, *model.predict(lines.to_pylist(), k=len(classes)), strict=True):
             row[[index[name] for name in names]] = values
-    # fastText computes the softmax by a table with six digits, so sums are not exactly one.
+    # fastText reads the softmax from a table with six digits, so the sums are not exactly one.
     result: NDArray[np.float64] = np.round(np.clip(rows / np.maximum(rows.sum(axis=1, keepdims=True), 1e-12), 0, 1), 6)
     return result

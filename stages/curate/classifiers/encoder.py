@@ -1,4 +1,4 @@
-"""Encoders with which curation stages turn documents into vectors: the encoders' files, torch settings, and the vectors."""
+"""Encoders that turn documents into vectors for curation: where their files lie, torch settings, and the vectors."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Encode = Callable[[str], NDArray[np.float32]]
 
 
 class Place(NamedTuple):
-    """A network on the local disk: a folder, or a GGUF file. `own`: True for a model artifact of this pipeline."""
+    """A network on the local disk: a folder, or a GGUF file. `own`: True if it is a model artifact of this pipeline."""
 
     path: str
     own: bool = False
 
 
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
-    """Return the place of the network that `stage` was given: a model of this pipeline, or the Hugging Face folder in the input `name`.
+    """Return where the network given to `stage` lies: a model of this pipeline, or the Hugging Face folder given as the input `name`.
 
-    With `gguf`, the input `name` may also be a GGUF file, or a folder with one. Raise PunaError if neither or both are given, or
-    there is no network at the path.
+    With `gguf`, the input may also be a GGUF file or a folder with one GGUF file. Raise PunaError if neither or both are given, or if there
+    is no network at the path.
     """
     if model is not None and external is None:
         return Place(str(model.path()), own=True)
     if external is None or model is not None:
-        raise PunaError(f"{stage}: give one {name}, an artifact of a model or the folder of a Hugging Face {name}")
+        raise PunaError(f"{stage}: give exactly one {name}: a model artifact, or the folder of a Hugging Face {name}")
     path = Path(external.uri.removeprefix("file://"))
     if (path / "config.json").is_file():
         return Place(str(path))
@@ -40,12 +40,12 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
     if len(files) == 1 and files[0].is_file():
         return Place(str(files[0]))
     more = f", and {len(files)} GGUF files" if gguf else ""
-    raise PunaError(f"{stage}.{name}: {external.uri} is no local folder of a Hugging Face model (it has no config.json{more})")
+    raise PunaError(f"{stage}.{name}: {external.uri} is not a local folder of a Hugging Face model (it has no config.json{more})")
 
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Within the context, turn off gradients and use one thread: a vector must not depend on the number of threads."""
+    """Turn off gradients and use one thread inside the `with` block: a vector must not depend on the number of threads."""
     import torch
 
     threads = torch.get_num_threads()
@@ -58,9 +58,9 @@ def reading() -> Iterator[None]:
 
 
 def embed(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
-    """Return the mean of the last hidden states of the first `max_tokens` tokens of each text, float32[n, D].
+    """Return the mean of the last hidden states over the first `max_tokens` tokens of each text, float32[n, D].
 
-    Texts are encoded one at a time, so that a vector does not depend on other texts. A Hugging Face encoder reads at most its maximum.
+    Texts are encoded one at a time, so that a vector does not depend on other texts. A Hugging Face encoder reads at most its own maximum.
     """
     with reading():
         encode, width = (_own if place.own else _hugging_face)(place.path, max_tokens)

@@ -1,8 +1,7 @@
 """A classifier as an artifact: the fastText model of each fold, and the settings for applying the models.
 
-A document is scored by the model of its fold, which was trained without that fold's documents. So training documents and new documents
-are scored alike, by a model that did not see them.
-"""
+A document is scored by the model of its fold, which was trained without that fold's documents. So training documents and new documents are
+treated alike: the model that scores them has not seen them."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ ABOUT = "classifier.json"
 
 @dataclass(frozen=True)
 class About:
-    """The description of a classifier, a file beside the classifier's models.
+    """The description of a classifier, a file stored beside its models.
 
-    `purpose`: stage that applies the models. `classes`: sorted names, empty if there was nothing to learn. `exempt_sources`: not scored.
-    `split`: texts are split into lower-case words, as in training. `settings`: further settings of the stage `purpose`.
-    `max_tokens`: number of tokens that an encoder reads of a document. `encoder`: the encoder's digest.
+    `purpose`: the stage that applies the models. `classes`: sorted names, empty if there was nothing to learn. `exempt_sources`: not
+    scored. `split`: whether texts are split into lower-case words, as in training. `settings`: further settings of the stage `purpose`.
+    `max_tokens`: number of tokens per document that an encoder reads. `encoder`: the encoder's digest.
     """
 
     purpose: str
@@ -69,14 +68,14 @@ class Trained:
         return self.of_lines(ids, self.lines(texts))
 
     def lines(self, texts: pa.Array | pa.ChunkedArray) -> pa.Array:
-        """Return each text as one line of words, which is what the models read."""
+        """Return each text as one line of words, the models' input format."""
         most = self.about.max_characters
         if self.about.split:
             return join_words(texts, most)
         return pa.array([" ".join(text[:most].split()) for text in texts.to_pylist()], pa.string())
 
     def of_lines(self, ids: list[str], lines: pa.Array) -> NDArray[np.float64]:
-        """Return class probabilities from the documents' `lines`, float64[n, classes]. Several classifiers can share the lines."""
+        """Return the class probabilities of the documents' `lines`, float64[n, classes]. Several classifiers can share the lines."""
         result = np.zeros((len(ids), len(self.classes)))
         of_fold = folds(ids, self.about.seed, self.about.folds)
         for fold in np.unique(of_fold).tolist():
@@ -96,7 +95,7 @@ def purpose_of(classifier: Artifact) -> str:
 
 
 def load_classifier(classifier: Artifact, purpose: str) -> Trained:
-    """Return an artifact's classifier. Raise PunaError if it was made for another stage than `purpose`; `classify` takes any."""
+    """Return an artifact's classifier. Raise PunaError if it was made for a stage other than `purpose`; `classify` accepts all."""
     result = _load(classifier.path())
     if result.about.purpose != purpose and purpose != "classify":
         raise PunaError(f"{purpose}: {classifier.id} was made for {result.about.purpose!r}; give one that was made for {purpose!r}")
@@ -110,10 +109,10 @@ def _load(folder: Path) -> Trained:
 
 @lru_cache(maxsize=20)
 def _model(file: str, split: bool) -> Any:
-    """Return the model in a file. fastText itself loads the file unless texts are split into words (`split`) and Puna can read the file."""
+    """Return the model in a file. fastText loads it, or Puna if texts are split into words (`split`) and Puna can read the file."""
     if split and (model := read(Path(file))) is not None:
         return model
     import fasttext
 
-    with errors_at(f"{file}: is no fastText model", ValueError):
+    with errors_at(f"{file}: not a fastText model", ValueError):
         return fasttext.load_model(file)

@@ -1,4 +1,4 @@
-"""Decisions on which near-duplicates to remove, made per component of candidates, in many workers or in the memory of one."""
+"""Decisions on which near-duplicates to remove, one component of candidates at a time, in many workers or in one worker's memory."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Found(NamedTuple):
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), 0)
 
     def of_rows(self, rows: I64) -> Found:
-        """Return the decisions with each index i replaced by rows[i], ordered by removed row."""
+        """Return the decisions with each index i replaced by rows[i], sorted by removed row."""
         order = np.argsort(rows[self.removed])
         removed, kept = rows[self.removed[order]], rows[self.kept[order]]
         return Found(removed, kept, self.similarity[order], self.new_words[order], self.saved)
 
 
 def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return the lexsort keys (primary key last) that put the preferred near-duplicate first; `rank` (order of ids) breaks ties."""
+    """Return lexsort keys (primary key last) that put the preferred near-duplicate first. `rank` (the order of ids) breaks ties."""
     if config.survivor == "latest":
         return rank, -facts["words"], -facts["fetched"], ~facts["preferred"]
     score = (-facts["score"],) if config.survivor == "best_score" else ()
@@ -49,7 +49,7 @@ def preference(config: MinhashDedupConfig, rank: I64, facts: NDArray[Any]) -> tu
 
 
 def together(component: I64, *order: NDArray[Any]) -> tuple[I64, I64]:
-    """Return the documents in components of two or more, sorted by component, then by lexsort keys `order`; and the components' bounds."""
+    """Return the documents in components of two or more, sorted by component, then by the lexsort keys `order`; and component bounds."""
     members = np.flatnonzero(np.bincount(component, minlength=len(component))[component] > 1)
     members = members[np.lexsort((*(key[members] for key in order), component[members]))]
     return members, _bounds(component[members])
@@ -60,7 +60,7 @@ def _bounds(component: I64) -> I64:
 
 
 def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
-    """Return the number of each member's group in each band, int64[M, B]. A group has equal keys in a band; no two bands share a number."""
+    """Return each member's group number in each band, int64[M, B]. A group has equal keys in a band; no two bands share a number."""
     from puna.stages.curate.minhash.near_duplicates import band_keys
 
     keys = band_keys(signatures, config.bands, config.rows)
@@ -74,8 +74,8 @@ def groups_of(signatures: NDArray[Any], config: MinhashDedupConfig) -> I64:
 def find_removals(
     facts: NDArray[Any], signatures: NDArray[Any], bounds: I64, config: MinhashDedupConfig, shingles: Callable[[I64], tuple[U64, I64]]
 ) -> Found:
-    """Return the removals among the M members of complete components, as indices. `facts` FACTS[M] and `signatures` [M, P] are sorted by
-    component, then preference. `shingles` returns members' hashes and first indices; it gets only members with similar signatures.
+    """Return the removals, as indices, among the M members of complete components. `facts` FACTS[M] and `signatures` [M, P] are sorted by
+    component, then preference. `shingles` returns members' hashes and first indices; only members with similar signatures are passed.
 
     Without verification, only the preferred member of a component is kept, and signatures estimate the similarity.
     """
@@ -100,13 +100,13 @@ def find_removals(
 
 
 def flat(pieces: list[U64]) -> tuple[U64, I64]:
-    """Return the pieces' shingles concatenated, and the index of each piece's first shingle."""
+    """Return the concatenated shingles of the pieces, and the index of each piece's first shingle."""
     ends = np.cumsum([0, *map(len, pieces)])
     return np.concatenate([np.zeros(0, np.uint64), *pieces]), ends[:-1].astype(np.int64)
 
 
 def candidates(table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig) -> pa.Table:
-    """Return the documents of `table`, all of them candidates, with FACTS, signature and shingles as bytes, for an exchange by `hash`."""
+    """Return the documents of `table`, which are all candidates, with FACTS, signature and shingles as bytes, for an exchange by `hash`."""
     results = shingle(table["text"], config)
     values, _ = sign(results, config)
     shingles = [None, pa.py_buffer(8 * results.offsets.astype(np.int64)), pa.py_buffer(results.hashes)]
@@ -120,8 +120,8 @@ def candidates(table: pa.Table, rows: I64, component: I64, signals: Artifact | N
 
 
 class Candidates(NamedTuple):
-    """Candidates sorted by component, then preference: ids, FACTS, signatures [M, P]; `bounds` of the components. `hashes`: shingles of
-    all candidates, in the order read; `start`: index in `hashes` of each candidate's first shingle."""
+    """Candidates sorted by component, then preference: ids, FACTS, signatures [M, P]; `bounds` of the components. `hashes`: shingles of all
+    candidates, in the order they were read; `start`: index in `hashes` of each candidate's first shingle."""
 
     ids: pa.ChunkedArray
     facts: NDArray[Any]
@@ -153,7 +153,7 @@ def _binary(array: NDArray[Any]) -> pa.Array:
 
 
 def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
-    """Return the bytes of all rows as one new array of `kind`, writable because numba's loops are compiled for writable arrays."""
+    """Return the bytes of all rows as one new array of `kind`. It is writable, because numba loops are compiled for writable arrays."""
     results = [np.zeros(0, kind)]
     for chunk in column.chunks:
         data, size = chunk.buffers()[-1], kind.itemsize
@@ -171,7 +171,7 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
 def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
     """Return the near-duplicates that `minhash_dedup` would remove among texts in memory. Rows are positions in `texts`.
 
-    Texts have no source, time or score, so the longest is preferred, then the first. Memory: about twice the texts' size.
+    Texts have no source, time or score, so the longest is preferred, then the first. Memory: about twice the size of the texts.
     """
     config = config or MinhashDedupConfig()
     column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([pa.array(texts, pa.large_string())])
@@ -181,7 +181,7 @@ def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: Minha
 
 
 def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig) -> tuple[Found, int]:
-    """Return the removals among the documents of `table`, as row numbers, and the number of candidates."""
+    """Return the removals among the documents of `table` as row numbers, and the number of candidates."""
     from puna.stages.curate.minhash.near_duplicates import components
 
     slices = [table.slice(at, BLOCK_DOCUMENTS) for at in range(0, len(table), BLOCK_DOCUMENTS)]

@@ -1,12 +1,9 @@
-"""The index of the documents that a `minhash_dedup` or `minhash_update` read; and the search for documents similar to a text.
+"""The index of documents read by `minhash_dedup` or `minhash_update`, and the search for documents similar to a text.
 
-ids.npy         bytes[D]       ids, in order
-facts.npy       record[D]      fetched, preferred, words, shingles, score, place of the text in texts.bin
-signatures.npy  [D, P]
-keys.npy        uint64[B, F]   keys of each band in order, of the F documents with shingles
-rows.npy        int64[B, F]    rows of the documents with these keys
-texts.bin                      normalized texts, each compressed separately, so that single texts can be read
-"""
+ids.npy         bytes[D]       sorted ids facts.npy       record[D]      fetched, preferred, words, shingles, score, position of the text in
+texts.bin signatures.npy  [D, P] keys.npy        uint64[B, F]   sorted keys of each band, for the F documents with shingles rows.npy
+int64[B, F]    rows of the documents with these keys texts.bin                      normalized texts, each compressed separately, so that
+single texts can be read"""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ class Index(NamedTuple):
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        # Plain arrays over the mapped files: `np.memmap` makes small slices slow.
+        # Plain arrays over the mapped files: slicing a `np.memmap` is slow for small slices.
         names = ("facts", "signatures", "keys", "rows")
         facts, signatures, keys, rows = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names)
         return cls(facts, signatures, keys, rows, folder)
@@ -86,14 +83,14 @@ class Index(NamedTuple):
     def of(cls, artifact: Artifact) -> Index:
         """Return the index that an artifact holds; raise PunaError if it has none."""
         if f"{INDEX}/facts.npy" not in artifact.manifest.files:
-            raise PunaError(f"{artifact.id} holds no index: make it with minhash_dedup.keep_index=true")
+            raise PunaError(f"{artifact.id} has no index; make it with minhash_dedup.keep_index=true")
         return cls.open(artifact.path(INDEX))
 
     def ids(self) -> NDArray[np.bytes_]:
         return np.asarray(np.load(self.folder / "ids.npy", mmap_mode="r"))
 
     def sharing(self, keys: U64) -> I64:
-        """Return the rows of the documents that agree in a band with any of the M queries whose band keys are `keys` [M, B]."""
+        """Return the rows of documents that share a band key with any of M queries. `keys`: the queries' band keys [M, B]."""
         results = [np.zeros(0, np.int64)]
         for own, rows, queries in zip(self.keys, self.rows, keys.T, strict=True):
             low, high = np.searchsorted(own, queries, side="left"), np.searchsorted(own, queries, side="right")
@@ -112,7 +109,7 @@ class Index(NamedTuple):
             piece = texts[int(fact["text"]) : int(fact["text"] + fact["bytes"])]
             pieces.append(codec.decompress(piece.tobytes(), int(fact["raw"]), asbytes=True))
         offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
-        # The array is writable: numba would compile the loops again for a read-only array.
+        # The array is writable: for a read-only array, numba would compile the loops again.
         return of_words(words_of(np.frombuffer(bytearray().join(pieces), np.uint8), offsets), config)
 
 
@@ -130,7 +127,7 @@ def configuration(documents: Artifact) -> MinhashDedupConfig:
 
 
 def signature_table(documents: Artifact) -> pa.Table:
-    """Return ids and signatures of documents with words, and bands, rows, seed and scheme as metadata. Raise PunaError without an index."""
+    """Return ids and signatures of documents with words; metadata: bands, rows, seed, scheme. Raise PunaError without an index."""
     index, config = Index.of(documents), configuration(documents)
     facts = {name: str(getattr(config, name)) for name in ("bands", "rows", "seed")} | {"scheme": "affine32"}
     filled = np.flatnonzero(index.facts["shingles"])
@@ -143,8 +140,8 @@ def signature_table(documents: Artifact) -> pa.Table:
 
 
 class Resemblance(NamedTuple):
-    """Overlap of the shingles of a document and a text: `similarity` (Jaccard), and the shared fraction of the text's shingles
-    (`of_text`) and of the document's (`of_document`)."""
+    """The shingle overlap of a document and a text: `similarity` (Jaccard), and the shared fraction of the text's shingles (`of_text`) and
+    of the document's (`of_document`)."""
 
     id: str
     similarity: float
@@ -155,8 +152,8 @@ class Resemblance(NamedTuple):
 def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
     """Return the documents with a `similarity`, `of_text` or `of_document` of at least `least`, the most similar first.
 
-    With an index (`minhash_dedup.keep_index`), removed documents are compared too, but only documents that share a band key with the text:
-    others may be missed. Raise PunaError if the text has no words.
+    With an index (`minhash_dedup.keep_index`), removed documents are also compared, but only documents that share a band key with the text,
+    so others may be missed. Raise PunaError if the text has no words.
     """
     at_hand = has_index(documents)
     config = configuration(documents) if at_hand else MinhashDedupConfig()
@@ -193,7 +190,7 @@ def _by_reading(documents: Artifact, config: MinhashDedupConfig) -> Iterator[tup
 
 
 def describe(rows: list[Resemblance], documents: Artifact) -> list[dict[str, Any]]:
-    """Return `rows` as dictionaries with `kept`, `url` and `title`. A removed document is not `kept`; its URL and title are None."""
+    """Return `rows` as dictionaries with `kept`, `url` and `title`. A removed document has `kept` false, and null URL and title."""
     matches = []
     for row in rows:
         here = documents.between(row.id, row.id, columns=["url", "title"]).to_pylist()

@@ -1,8 +1,7 @@
-"""Candidate pairs among MinHash signatures (locality-sensitive hashing) and their exact verification.
+"""Candidate pairs from MinHash signatures (locality-sensitive hashing), and their exact verification.
 
-Shapes: D documents, P signature values, B bands, E edges, M members of some components, S shingles in one flat array.
-The shingles of member m, in text order, are `sequence_S[start_M[m] : start_M[m] + count_M[m]]`.
-"""
+Shapes: D documents, P signature values, B bands, E edges, M members of some components, S shingles in one flat array. The shingles of
+member m, in text order, are `sequence_S[start_M[m] : start_M[m] + count_M[m]]`."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ def band_keys(signatures_DP: NDArray[Any], bands: int, rows: int) -> U64:
 
 
 def edges(keys_D: U64) -> I64:
-    """Return pairs of rows with equal keys, int64[E, 2]: each row with the next larger row of the same key."""
+    """Return the edges between rows with equal keys, int64[E, 2]: each row with the next larger row that has its key."""
     order = np.argsort(keys_D)
     ranked = keys_D[order]
     equal = ranked[1:] == ranked[:-1]
     shared = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
-    # Only the few rows with an equal neighbour are sorted: a stable sort of all rows takes several times as long.
+    # Sort only the few rows with an equal neighbour: a stable sort of all rows takes several times as long.
     rows, ranked = order[shared], ranked[shared]
     rows = rows[np.lexsort((rows, ranked))]
     same = np.flatnonzero(ranked[1:] == ranked[:-1])
@@ -41,7 +40,7 @@ def edges(keys_D: U64) -> I64:
 
 
 def components(keys_DB: U64) -> I64:
-    """Return for each document the smallest row of its component, [D]; components connect documents that share a band's key."""
+    """Return the smallest row of each document's component, [D]. Documents that share a band key are in the same component."""
     parent = np.arange(len(keys_DB), dtype=np.int64)
     for b in range(keys_DB.shape[1]):
         unite(parent, edges(keys_DB[:, b]))
@@ -58,9 +57,9 @@ def _find(parent: Any, i: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def unite(parent_D: Any, edges_E2: Any) -> None:
-    """Unite in place the components that edges int64[E, 2] join; `parent_D` int64 starts as 0 .. D - 1.
+    """Merge in place the components that edges int64[E, 2] connect. `parent_D` int64 starts as 0 .. D - 1.
 
-    The smaller row becomes the root, so that the result does not depend on the order of edges.
+    The smaller row becomes the root, so the result does not depend on the order of the edges.
     """
     for e in range(len(edges_E2)):
         i, j = _find(parent_D, edges_E2[e, 0]), _find(parent_D, edges_E2[e, 1])
@@ -80,7 +79,7 @@ def roots(parent_D: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def distinct(sequence_S: Any) -> Any:
-    """Return the values of an array, sorted and without repetitions."""
+    """Return the sorted distinct values of an array."""
     if len(sequence_S) == 0:
         return sequence_S.copy()
     ranked = np.sort(sequence_S)
@@ -93,7 +92,7 @@ def distinct(sequence_S: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def common(left_S: Any, right_S: Any) -> Any:
-    """Return the number of values that two sorted arrays without repetitions share."""
+    """Return the number of values that two sorted arrays of distinct values share."""
     i = j = result = 0
     while i < len(left_S) and j < len(right_S):
         a, b = left_S[i], right_S[j]
@@ -104,11 +103,11 @@ def common(left_S: Any, right_S: Any) -> Any:
 
 
 class Sets(NamedTuple):
-    """Sets of members' shingles. A set is made on first use.
+    """The shingle sets of members, each built on first use.
 
-    `values` uint64[S]: a member's distinct shingles in text order, from `start_M[m]` on. `sizes` int64[M]: size of a set; 0: not yet made.
-    `slots` int32: for each member an open-addressing hash table over its values. Member m has `first_M1[m + 1] -
-    first_M1[m]` slots, a power of two; each holds 1 + a value's index, or 0. Probing starts at the slot given by the value's low bits.
+    `values` uint64[S]: a member's distinct shingles in text order, starting at `start_M[m]`. `sizes` int64[M]: set sizes; 0: not yet built.
+    `slots` int32: for each member an open-addressing hash table over its values. Member m has `first_M1[m + 1] - first_M1[m]` slots, a
+    power of two; each slot holds 1 + a value's index, or 0. Probing starts at the slot given by the low bits of the value.
     """
 
     values: U64
@@ -135,7 +134,7 @@ def empty_sets(start_M: Any, count_M: Any) -> Any:
 
 @njit(cache=True, nogil=True, inline="always")
 def _slot(slots: Any, values: Any, value: Any) -> Any:
-    """Return the slot that holds a value in a table of `Sets`, or the empty slot for it."""
+    """Return the slot of a value in a table of `Sets`, or the empty slot where it can be inserted."""
     mask = np.uint64(len(slots) - 1)
     at = value & mask
     while slots[at] != 0 and values[slots[at] - 1] != value:
@@ -145,7 +144,7 @@ def _slot(slots: Any, values: Any, value: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def make_set(sets: Any, m: Any, sequence_S: Any) -> None:
-    """Write the set of member m, made from its shingles `sequence_S`, to `sets`, unless it exists."""
+    """Build the set of member m in `sets` from its shingles `sequence_S`, unless it exists."""
     if sets.sizes[m]:
         return
     slots = sets.slots[sets.first_M1[m] : sets.first_M1[m + 1]]
@@ -173,7 +172,7 @@ def count_shared(sets: Any, m: Any, k: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
-    """Return the length of the longest run of values of `sequence_S` that are not in the set of member k."""
+    """Return the length of the longest run of values in `sequence_S` that are not in the set of member k."""
     slots = sets.slots[sets.first_M1[k] : sets.first_M1[k + 1]]
     values = sets.values[sets.start_M[k] : sets.start_M[k] + sets.sizes[k]]
     longest, run = 0, 0
@@ -184,12 +183,12 @@ def longest_absent_run(sequence_S: Any, sets: Any, k: Any) -> Any:
 
 
 class Criteria(NamedTuple):
-    """Bounds for verifying that a document is a near-duplicate of another document.
+    """Bounds for verifying that a document is a near-duplicate of another.
 
-    `words` per shingle. `containment`: divide the shared shingles by the removed document's, not by the union. `similarity` and `distinct`
-    float64[levels]: for each doubling of the shingles' width, the minimum similarity and the minimum share of distinct shingles in a text
-    that is not repetitive. `estimate`: pairs whose signatures agree in a smaller share are not compared. `new_words`, `new_share`: maximum
-    passage that the survivor may lack, in words and as a share of the removed document's words; the larger bound applies."""
+    `words` per shingle. `containment`: divide the number of shared shingles by the removed document's, not by the union's. `similarity` and
+    `distinct` float64[levels]: for each doubling of the shingle width, the minimum similarity, and the minimum share of distinct shingles
+    in a non-repetitive text. `estimate`: pairs whose signatures agree in a smaller share are not compared. `new_words`, `new_share`:
+    maximum passage that the survivor may lack, in words and as a share of the removed document's words; the larger bound applies."""
 
     words: int
     containment: bool
@@ -201,8 +200,8 @@ class Criteria(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """Decisions on each member m: the index of m's `survivor` (-1: m is kept), its `similarity` to m, the length of m's longest passage
-    that the survivor lacks (`new_words`), and whether m is kept only for such a passage (`saved`)."""
+    """Decisions on each member m: the index of its `survivor` (-1: m is kept), their `similarity`, the length of the longest passage of m
+    that the survivor lacks (`new_words`), and whether m is kept only because of such a passage (`saved`)."""
 
     survivor: I64
     similarity: NDArray[np.float64]
@@ -212,8 +211,8 @@ class Verdicts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
-    """Return a mask bool[M] of the members that need shingles: at least the share `estimate` of the member's signature values equals those
-    of another member in one of its groups. A group has equal keys in one band. Groups of all bands are numbered from 0."""
+    """Return a mask bool[M] of the members that need shingles: those that agree in at least the share `estimate` of signature values with
+    another member of one of their groups. A group has equal keys in one band. Groups of all bands are numbered from 0."""
     members, bands = groups_MB.shape
     needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)
@@ -253,7 +252,7 @@ def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, coun
     """Return `Verdicts` on the members, which are decided in order of preference.
 
     A member is removed if it is verified as a near-duplicate of an earlier, kept member of one of its groups (see `near`). The survivor is
-    the most similar such member, or the first of equally similar members.
+    the most similar such member; ties go to the first.
     """
     members, bands = groups_MB.shape
     survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)
@@ -300,9 +299,9 @@ def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) -> Any:
-    """True unless two texts with similar shingle sets only repeat the same few words in different orders. `own`, `other`: the sets' sizes.
+    """False if two texts with similar shingle sets only repeat the same few words in different orders. `own`, `other`: sizes of the sets.
 
-    Tables over a small vocabulary share all short runs in any order; such texts must also share runs too long to agree by chance.
+    Tables with a small vocabulary share all short runs of words in any order, so they must also share runs too long to agree by chance.
     """
     level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class Shingles(NamedTuple):
     """Shingles of some documents: XXH64 `hashes` in text order, uint64[S]; `offsets` of the documents in `hashes`, int64[D + 1]; number of
-    `words` of each document, int64[D]; and the documents' `normal` texts."""
+    `words` per document, int64[D]; and the `normal`ized texts."""
 
     hashes: U64
     offsets: I64
@@ -56,7 +56,7 @@ def sign(found: Shingles, config: MinhashDedupConfig) -> tuple[NDArray[Any], U64
 
 
 def _datasketch_signatures(hashes: U64, offsets: I64, config: MinhashDedupConfig) -> NDArray[Any]:
-    """Return the signatures [D, P] of documents from their shingles' hashes, equal to those of `puna.kernels.minhash`."""
+    """Return the documents' signatures [D, P] from their shingle hashes, equal to those of `puna.kernels.minhash`."""
     from datasketch import MinHash
 
     size, rows = config.bands * config.rows, []
@@ -72,11 +72,11 @@ FACTS = np.dtype(
     [("fetched", "<i8"), ("preferred", "?"), ("words", "<i8"), ("shingles", "<i8"), ("score", "<f8"), ("text", "<i8"), ("bytes", "<i8"),
      ("raw", "<i8")]
 )  # fmt: skip
-"""Facts about a document. In an index, its normalized text begins at `text` in texts.bin; it has `bytes` bytes, `raw` uncompressed."""
+"""Facts about a document. In an index, its normalized text starts at `text` in texts.bin and has `bytes` bytes, `raw` uncompressed."""
 
 
 def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config: MinhashDedupConfig) -> NDArray[Any]:
-    """Return the facts that decide which near-duplicate survives, FACTS[n]; `text`, `bytes` and `raw` are 0. With `signals`, ids ascend."""
+    """Return the facts that decide which near-duplicate is kept, FACTS[n], with `text`, `bytes` and `raw` 0. With `signals`, ids ascend."""
     facts = np.zeros(len(found.words), FACTS)
     facts["fetched"] = np.asarray(table["fetched_at"].cast(pa.int64()))
     facts["preferred"] = [source in config.prefer_sources for source in table["source"].to_pylist()]
@@ -86,7 +86,7 @@ def facts_of(table: pa.Table, found: Shingles, signals: Artifact | None, config:
         scores = signals.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", config.score])
         place = pc.index_in(ids, value_set=scores["id"].combine_chunks())
         values = np.asarray(scores[config.score].cast(pa.float64()).take(place).fill_null(-np.inf), dtype=np.float64)
-        facts["score"] = np.nan_to_num(values, nan=-np.inf)  # a missing score is worst
+        facts["score"] = np.nan_to_num(values, nan=-np.inf)  # a missing score counts as the worst
     return facts
 
 

@@ -1,8 +1,7 @@
-"""Rules' decisions on documents, from tables of signals: thresholds, and SQL expressions such as `link_density > 0.5 and words < 200`.
+"""Decisions of rules on documents, from tables of signals: thresholds, and SQL expressions such as `link_density > 0.5 and words < 200`.
 
-An expression, in DuckDB's dialect, is checked before anything runs: its columns exist, it is a condition on one document (no
-aggregate, window or subquery), and it is deterministic. It cannot read files.
-"""
+An expression, in DuckDB's dialect, is checked before anything runs: its columns must exist, it must be deterministic, and it must concern
+one document only (no aggregate, window function or subquery). It cannot read files."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from puna.storage import PunaError, errors_at
 from puna.storage.schemas import table_schema
 from puna.storage.tables import connect
 
-Factors = Mapping[str, NDArray[np.float64]]  # signal → factors on the signal's thresholds, float64[n]; NaN: document not judged
+Factors = Mapping[str, NDArray[np.float64]]  # signal → factors on its thresholds, float64[n]; NaN: the rule skips the document
 
 DROPPED = table_schema("dropped").schema
 REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*", "PARAMETER": "a parameter"}
@@ -33,7 +32,7 @@ REFUSED = {"SUBQUERY": "a subquery", "WINDOW": "a window function", "STAR": "*",
 
 @dataclass(frozen=True)
 class SqlRule:
-    """A rule that drops a document if `expression` is true. `columns`: signals that the expression reads, and `source` if it reads that."""
+    """A rule that drops a document if `expression` is true. `columns`: the signals, and possibly `source`, that the expression reads."""
 
     name: str
     expression: str
@@ -45,13 +44,13 @@ class SqlRule:
 
 
 def parse(name: str, expression: str) -> SqlRule:
-    """Return an SQL expression as rule `sql.NAME`. Raise PunaError if it is invalid, reads no column, or is not about a single document."""
+    """Parse an SQL expression as rule `sql.NAME`. Raise PunaError if it is invalid, reads no column, or concerns more than one document."""
     where = f"select.sql.{name}: {expression!r}"
     with _connection() as connection:
         row = connection.execute("select json_serialize_sql(?)", [f"select ({expression}\n)"]).fetchone()
         tree = json.loads(row[0] if row else "{}")
         if tree.get("error"):
-            raise PunaError(f"{where} is no SQL expression: {tree['error_message']}")
+            raise PunaError(f"{where} is not a valid SQL expression: {tree['error_message']}")
         statements = tree["statements"]
         node = statements[0]["node"]
         if len(statements) != 1 or len(node.get("select_list", [])) != 1 or node["from_table"]["type"] != "EMPTY" or node["where_clause"]:
@@ -75,7 +74,7 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
     for rule in rules:
         for name in rule.signals:
             if name not in kinds:
-                raise PunaError(f"select.{rule.name} reads {name!r}, which no input carries{did_you_mean(name, sorted(kinds))}")
+                raise PunaError(f"select.{rule.name} reads {name!r}, which no input contains{did_you_mean(name, sorted(kinds))}")
         types = [kinds.get(name, pa.string()) if name != "source" else pa.string() for name in rule.columns]
         if all(kind is not None for kind in types):
             empty = pa.schema(list(zip(rule.columns, types, strict=True))).empty_table()
@@ -88,7 +87,7 @@ def check_columns(rules: Iterable[SqlRule], kinds: dict[str, pa.DataType | None]
 
 
 def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
-    """Return a mask bool[n] of the rows of `table` that the rule drops; a null condition drops nothing. Raise PunaError if DuckDB fails."""
+    """Return a mask bool[n] of the rows of `table` that the rule drops. A null condition drops nothing. Raise PunaError if DuckDB fails."""
     with _connection() as connection:
         connection.register("documents", table.select(list(rule.columns)))
         with errors_at(f"select.{rule.name}: {rule.expression!r}", duckdb.Error):
@@ -97,7 +96,7 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a document's row of `dropped`, with the condition and the values read; `value` is null unless a single number is read."""
+    """Return a document's row of `dropped`, with the condition and the values read. `value` is null unless exactly one number is read."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
     values_text = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None
@@ -123,15 +122,15 @@ def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str
     if not results:
         raise PunaError(f"{where}: there is no function {name}")
     if any(kind not in ("scalar", "macro") for kind, _ in results):
-        raise PunaError(f"{where}: {name} is a function of many rows; a rule is a condition on the signals of one document")
+        raise PunaError(f"{where}: {name} is a function over many rows; a rule is a condition on the signals of one document")
     if any(stability is not None and stability != "CONSISTENT" for _, stability in results):
-        raise PunaError(f"{where}: {name} gives another value each time")
+        raise PunaError(f"{where}: {name} is not deterministic")
 
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
-    """Return signal → factors on the signal's thresholds, float64[n], per row of `table`, from the columns SIGNAL_factor of `languages`.
+    """Return signal → factors on its thresholds, float64[n], one per row of `table`, from the columns SIGNAL_factor of `languages`.
 
-    Rows are matched by `language` and `script`. If a document's language is not in `languages`, its factor is 1. A null factor becomes NaN.
+    Rows are matched by `language` and `script`. A document whose language is not in `languages` has factor 1. A null factor becomes NaN.
     """
     keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
     results = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
@@ -175,10 +174,10 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
 
 
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
-    """Return rows of the table `dropped`: for each document of `table` (id, source, rules' signals) that is dropped, the first such rule.
+    """Return rows of the table `dropped`: each document of `table` (id, source, rules' signals) that a rule drops, with the first such
+    rule.
 
-    With `languages`, `table` also has `language` and `script`, and a document's thresholds depend on its language (`factors_of`).
-    """
+    With `languages`, `table` also has `language` and `script`, and a document's thresholds depend on its language (`factors_of`)."""
     factors = {} if languages is None else factors_of(languages, table)
     first = np.full(table.num_rows, len(rules), np.int64)
     for index, rule in enumerate(rules):

@@ -1,8 +1,7 @@
 """Configuration of rules, which are thresholds on signals, in groups. `decide` applies the rules.
 
-A rule drops a document if the rule's signal is below, above, in or not in the threshold. A null threshold turns off its rule; a null group
-turns off all its rules. A group has settings for the sources to judge. Rules apply in declared order; the first that fires is recorded.
-"""
+A rule drops a document if its signal is below, above, in or not in the threshold. A null threshold turns off its rule, a null group all its
+rules. A group's settings choose the sources that it judges. Rules apply in declared order; the first that fires is recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Missing = Literal["drop", "keep"]
 
 @dataclass(frozen=True)
 class Drop:
-    """A marker that makes a configuration field the threshold of a rule: a document is dropped if `SIGNAL WHEN THRESHOLD` is true.
+    """Metadata that makes a configuration field the threshold of a rule: a document is dropped if `SIGNAL WHEN THRESHOLD` is true.
 
     `missing`: the decision on a document whose signal is null (not measured).
     """
@@ -54,7 +53,7 @@ def above(signal: str, default: float | None, description: str, missing: Missing
 
 @dataclass(frozen=True)
 class DocumentKind:
-    """The kind of document whose `signal` is at least `minimum`. A document whose signal is null (not measured) is not of this kind."""
+    """Documents whose `signal` is at least `minimum`. A document whose signal is null (not measured) is not of this kind."""
 
     signal: str
     minimum: float
@@ -62,7 +61,7 @@ class DocumentKind:
 
 @dataclass(frozen=True)
 class Rule:
-    """An active rule of a configuration. With `kinds`, it judges documents of these kinds only or, if `of_kind` is false, the others."""
+    """An active rule of a configuration. With `kinds`, it judges only documents of these kinds or, if `of_kind` is false, the others."""
 
     name: str
     drop: Drop
@@ -74,7 +73,7 @@ class Rule:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Return all signals that the rule reads: the signal with the threshold, then those of `kinds`."""
+        """Return all signals that the rule reads: the one with the threshold, then those of `kinds`."""
         return (self.drop.signal, *(kind.signal for kind in self.kinds))
 
     @property
@@ -84,7 +83,7 @@ class Rule:
 
 
 class RuleGroup(StageConfig):
-    """A group of rules, and the sources of the documents that all its rules judge."""
+    """A group of rules, and the sources whose documents the group judges."""
 
     sources: tuple[str, ...] = Field((), description="Sources whose documents this group judges; empty: all")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group does not judge")
@@ -96,7 +95,7 @@ G = TypeVar("G", bound=type[RuleGroup])
 
 
 def rule_group(name: str) -> Callable[[G], G]:
-    """Return a decorator that declares a class as group `name` of `select.groups`; `Drop` fields are its rules. TypeError if it exists."""
+    """Return a decorator that declares a class with `Drop` fields as group `name` of `select.groups`. Raise TypeError if it exists."""
 
     def declare(group: G) -> G:
         before = RULE_GROUPS.get(name)
@@ -109,22 +108,22 @@ def rule_group(name: str) -> Callable[[G], G]:
 
 
 class WebRules(RuleGroup):
-    """Rules for crawled pages. Gopher also applied its rules to the web only, not to its curated sources."""
+    """Rules for crawled pages. Gopher, too, applied its rules to web pages only, not to its curated sources."""
 
     exempt_sources: tuple[str, ...] = Field(("code", "wikipedia"), description="Sources whose documents this group does not judge")
 
 
 class LanguageRules(RuleGroup):
-    """Rules on the identified language; FineWeb keeps documents with a score of at least 0.65."""
+    """Rules on the identified language. FineWeb keeps documents with a score of at least 0.65."""
 
     min_score: Share = below("language_score", 0.65, "Minimum probability of the language")
     languages: tuple[str, ...] | None = threshold("language", "not in", None, "Languages to keep (ISO 639 codes); null: all")
 
 
 class GopherRepetitionRules(WebRules):
-    """Gopher's repetition rules (Rae et al. 2021, table A1): fractions of lines, paragraphs or characters."""
+    """Gopher's repetition rules (Rae et al. 2021, table A1), on fractions of lines, paragraphs or characters."""
 
-    min_characters: Count = below("characters", 1, "Minimum length of the text, characters; an empty text has no fractions")
+    min_characters: Count = below("characters", 1, "Minimum length of the text, in characters; an empty text has no fractions")
     max_duplicate_paragraphs: Share = above("duplicate_paragraph_fraction", 0.30, "Maximum share of paragraphs seen earlier in the text")
     max_duplicate_paragraph_characters: Share = above(
         "duplicate_paragraph_character_fraction", 0.20, "Maximum share of characters in repeated paragraphs"
@@ -148,31 +147,31 @@ class GopherQualityRules(WebRules):
     min_words: Count = below("words", 50, "Minimum number of words")
     max_words: Count = above("words", 100_000, "Maximum number of words")
     # Not measured for scripts written without spaces.
-    min_mean_word_length: Ratio = below("mean_word_length", 3.0, "Minimum mean length of words, characters", "keep")
-    max_mean_word_length: Ratio = above("mean_word_length", 10.0, "Maximum mean length of words, characters", "keep")
+    min_mean_word_length: Ratio = below("mean_word_length", 3.0, "Minimum mean length of words, in characters", "keep")
+    max_mean_word_length: Ratio = above("mean_word_length", 10.0, "Maximum mean length of words, in characters", "keep")
     max_hash_ratio: Ratio = above("hash_ratio", 0.1, "Maximum number of # per word")
     max_ellipsis_ratio: Ratio = above("ellipsis_ratio", 0.1, "Maximum number of ellipses per word")
     max_bullet_lines: Share = above("bullet_line_fraction", 0.9, "Maximum share of lines that start with a bullet")
     max_ellipsis_lines: Share = above("ellipsis_line_fraction", 0.3, "Maximum share of lines that end with an ellipsis")
-    min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.8, "Minimum share of words with a letter; punctuation is no word")
-    min_stop_words: Count = below("stop_words", 2, "Minimum number of distinct stop words of the language, or of any", missing="keep")
+    min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.8, "Minimum share of words with a letter, ignoring punctuation")
+    min_stop_words: Count = below("stop_words", 2, "Minimum number of distinct stop words of the language", missing="keep")
     # The rules below are not Gopher's.
-    max_misread: Share = above("misread_fraction", 0.005, "Maximum share of characters that are UTF-8 read as cp1252, such as Ã© for é")
-    # Random words hold few stop words. This is measured only if the language has its own list.
-    min_stop_word_fraction: Share = below("stop_word_fraction", 0.1, "Minimum share of the language's stop words", missing="keep")
+    max_misread: Share = above("misread_fraction", 0.005, "Maximum share of characters that are UTF-8 misread as cp1252, such as Ã© for é")
+    # Random words contain few stop words. Measured only if the language has its own list.
+    min_stop_word_fraction: Share = below("stop_word_fraction", 0.1, "Minimum share of stop words of the language", missing="keep")
     min_english_stop_words: Count = below("english_stop_words", None, "Minimum number of distinct English stop words; Gopher: 2")
 
 
 class C4Rules(WebRules):
-    """C4's rules (Raffel et al. 2020) in FineWeb's variant, which leaves out the rule on terminal punctuation."""
+    """C4's rules (Raffel et al. 2020) as in FineWeb, which leaves out the rule on terminal punctuation."""
 
     max_curly_bracket_lines: Count = above("c4_open_curly_bracket_lines", None, "Maximum number of lines with '{'; C4: 0, no code")
     max_lorem_ipsum_lines: Count = above("c4_open_lorem_ipsum_lines", 0, "Maximum number of lines with 'lorem ipsum'")
-    max_terminated_curly_bracket_lines: Count = above("c4_curly_bracket_lines", None, "Maximum number of terminated lines with '{'; C4: 0")
+    max_terminated_curly_bracket_lines: Count = above("c4_curly_bracket_lines", None, "Maximum terminated lines with '{'; C4: 0")
     max_terminated_lorem_ipsum_lines: Count = above("c4_lorem_ipsum_lines", None, "Maximum terminated lines with 'lorem ipsum'; C4: 0")
     # Not measured for scripts written without spaces.
     min_sentences: Count = below("c4_open_sentences", 5, "Minimum number of sentences in the lines that C4 keeps", "keep")
-    min_terminated_sentences: Count = below("c4_sentences", None, "Minimum number of sentences in terminated lines; C4: 5", "keep")
+    min_terminated_sentences: Count = below("c4_sentences", None, "Minimum sentences in lines with terminal punctuation; C4: 5", "keep")
 
 
 class FineWebRules(WebRules):
@@ -189,35 +188,35 @@ class FineWebRules(WebRules):
 class DirtyWordRules(RuleGroup):
     """Rules against adult pages that domain lists miss (Llama 3, section 3.1.1)."""
 
-    max_ratio: Share = above("dirty_word_ratio", 0.02, "Maximum share of words of the adult vocabulary")
-    max_words: Count = above("dirty_words", None, "Maximum number of words of the adult vocabulary")
+    max_ratio: Share = above("dirty_word_ratio", 0.02, "Maximum share of words from the adult vocabulary")
+    max_words: Count = above("dirty_words", None, "Maximum number of words from the adult vocabulary")
 
 
 class DivergenceRules(RuleGroup):
     """Rules against documents with too many outlier tokens (Llama 3, section 3.1.1)."""
 
-    # Not measured for languages with too few words to compare with.
+    # Not measured for languages with too few words in the corpus.
     max_excess: float | None = above("token_kl_excess", 5.0, "Maximum divergence from the corpus minus that of random text, nats", "keep")
 
 
 class NgramCoverageRules(RuleGroup):
-    """Rules against documents that mostly repeat themselves: logs, generated listings (Llama 3, section 3.1.1)."""
+    """Rules against documents that mostly repeat themselves, such as logs and generated listings (Llama 3, section 3.1.1)."""
 
     max_coverage: Share = above("ngram_coverage", 0.5, "Maximum share of words inside n-grams seen earlier in the document")
 
 
 class NoticeRules(WebRules):
-    """Rules against terms of use, privacy and cookie policies, and notices instead of a page (JavaScript required, page not found).
+    """Rules against terms of use, privacy and cookie policies, and error notices in place of a page (JavaScript required, page not found).
 
     The rules count phrases of terms and policies in seven European languages, and of notices in English. The thresholds are Puna's own.
     """
 
     max_legal: Share = above("legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, like `we may disclose`")
-    max_notice: Share = above("notice_ratio", 0.5, "Maximum share of words in notices instead of a page: `please enable javascript`")
+    max_notice: Share = above("notice_ratio", 0.5, "Maximum share of words in notices like `please enable javascript`")
 
 
 class CuratedRules(RuleGroup):
-    """Rules for curated sources: only stubs are dropped."""
+    """Rules for curated sources, which only drop stubs."""
 
     sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents this group judges; empty: all")
     min_words: Count = below("words", 20, "Minimum number of words")
@@ -228,42 +227,42 @@ class CodeRules(RuleGroup):
 
     sources: tuple[str, ...] = Field(("code",), description="Sources whose documents this group judges; empty: all")
     exempt_sources: tuple[str, ...] = Field((), description="Sources whose documents this group does not judge")
-    max_line_length: Count = above("max_line_length", 1000, "Maximum length of a line, characters")
-    max_mean_line_length: Ratio = above("mean_line_length", 100.0, "Maximum mean length of the lines, characters")
+    max_line_length: Count = above("max_line_length", 1000, "Maximum length of a line, in characters")
+    max_mean_line_length: Ratio = above("mean_line_length", 100.0, "Maximum mean length of lines, in characters")
     min_alphanumeric: Share = below("alphanumeric_fraction", 0.25, "Minimum share of letters and digits among the characters")
     min_words: Count = below("words", 10, "Minimum number of words")
 
 
 Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "divergence", "ngram_coverage", "quality"]
-"""Names of the rule groups for prose. These rules do not fit code, which has short, repeated lines without full stops."""
+"""Names of the rule groups for prose, which do not fit code: its lines are short, repeat, and do not end in full stops."""
 
 
 class CodeReasoningRules(WebRules):
-    """Rules for pages with code or reasoning (Llama 3, section 3.1.3), identified by lines of code and the scores of `code_reasoning`.
+    """Rules for pages with code or reasoning (Llama 3, section 3.1.3), identified by code lines and by the scores of `code_reasoning`.
 
     Rules for prose do not fit such pages, so the groups in `spared_by` skip them. The rules below apply only to such pages.
     """
 
-    min_code_lines: int | None = Field(8, ge=1, description="Number of code lines from which a page has code; null: not counted")
-    min_code: Fraction | None = Field(None, description="Probability of code from which a page has code; null: not used")
-    min_reasoning: Fraction | None = Field(None, description="Probability of reasoning from which a page reasons; null: not used")
-    spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Rule groups that do not judge these pages")
+    min_code_lines: int | None = Field(8, ge=1, description="Number of code lines from which a page counts; null: not used")
+    min_code: Fraction | None = Field(None, description="Probability of code from which a page counts; null: not used")
+    min_reasoning: Fraction | None = Field(None, description="Probability of reasoning from which a page counts; null: not used")
+    spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Rule groups that skip these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
-    min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators are words too")
+    min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators count as words")
     max_repeated_line_characters: Share = above("repeated_line_character_fraction", 0.5, "Maximum share of characters in repeated lines")
 
     @property
     def kinds(self) -> tuple[DocumentKind, ...]:
-        """Return the kinds of page that these rules judge: a page of any one of these kinds has code or reasoning."""
+        """Return the kinds of page that these rules judge. A page of any of these kinds counts as code or reasoning."""
         bounds = (("code_lines", self.min_code_lines), ("code_score", self.min_code), ("reasoning_score", self.min_reasoning))
         return tuple(DocumentKind(signal, minimum) for signal, minimum in bounds if minimum is not None)
 
 
 class QualityRules(WebRules):
-    """Rules on the quality of documents. `exempt_sources` should name the sources from which a classifier learned good documents."""
+    """Rules on the quality of documents. `exempt_sources` should name the sources that served as good examples for the classifier."""
 
     min_quality: Share = below("quality", None, "Minimum probability of good quality", "keep")
-    min_rank: Share = below("quality_rank", 0.1, "Minimum rank of the quality: 0.1 drops the worst tenth", "keep")
+    min_rank: Share = below("quality_rank", 0.1, "Minimum quality rank: 0.1 drops the worst tenth", "keep")
 
 
 class DomainRules(RuleGroup):
@@ -277,14 +276,14 @@ class LineRules(StageConfig):
     """Rules for lines of kept documents: repetitions (Llama 3, section 3.1.1), and the lines that C4 removes (Raffel et al. 2020)."""
 
     max_ngram_coverage: Annotated[float, Field(ge=0.5, le=1)] | None = Field(0.9, description="Maximum share of words in repeated n-grams")
-    min_words: int = Field(30, ge=1, description="Minimum words of a line that is judged by its n-grams")
-    final_punctuation: bool = Field(False, description="Remove lines that end in an ellipsis, or not in . ? ! or a double quote; C4: true")
-    min_line_words: int = Field(0, ge=0, description="Minimum number of words of a line, separated by white space; C4: 3")
+    min_words: int = Field(30, ge=1, description="Minimum number of words in a line judged by its n-grams")
+    final_punctuation: bool = Field(False, description="Remove lines that end in an ellipsis or not in . ? ! or a double quote; C4: true")
+    min_line_words: int = Field(0, ge=0, description="Minimum number of words in a line, split at white space; C4: 3")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents keep all lines")
 
 
 def active_rules(config: StageConfig) -> Iterator[Rule]:
-    """Yield the active rules of a configuration: of its fields that are rule groups, in declared order, then of its `groups`."""
+    """Yield the active rules of a configuration: first those of its rule-group fields, in declared order, then those of its `groups`."""
     groups = {name: group for name in type(config).model_fields if isinstance(group := getattr(config, name), RuleGroup)}
     groups |= getattr(config, "groups", {})
     apart = next((group for group in groups.values() if isinstance(group, CodeReasoningRules)), None)
@@ -300,12 +299,12 @@ def active_rules(config: StageConfig) -> Iterator[Rule]:
 
 
 def check_signals(rules: list[Rule], carried: dict[str, str]) -> None:
-    """Raise PunaError if a rule reads a signal that no input carries. `carried`: signal → artifact."""
+    """Raise PunaError if a rule reads a signal that no input contains. `carried`: signal → artifact."""
     for rule in rules:
         for signal in rule.signals:
             if signal not in carried:
                 off = rule.name if signal == rule.drop.signal else "code_reasoning"
                 raise PunaError(
-                    f"rule {rule.name} reads the signal {signal!r}, which no input carries "
-                    f"(they carry {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {off}=null"
+                    f"rule {rule.name} reads the signal {signal!r}, which no input contains "
+                f"(they contain {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {off}=null"
                 )

@@ -1,9 +1,8 @@
 """Kullback-Leibler divergence of a document's word distribution from the corpus (Llama 3, section 3.1.1).
 
-Words, in lower case and with all numbers alike, are hashed into `BINS` bins, so that memory is fixed. A document is compared with the rest
-of the corpus. Unseen words share the Good-Turing mass, estimated from words seen once. Short texts diverge more, so rules judge the excess
-over `expected_divergence`, the mean divergence of random texts of that length drawn from the corpus.
-"""
+Words, in lower case and with all numbers treated as equal, are hashed into `BINS` bins, which bounds memory. A document is compared with
+the rest of the corpus. Unseen words share the Good-Turing mass, estimated from words seen once. Short texts diverge more, so rules judge
+the excess over `expected_divergence`, the mean divergence of random texts of the same length drawn from the corpus."""
 
 from __future__ import annotations
 
@@ -32,21 +31,21 @@ class Corpus:
 
     @classmethod
     def of(cls, counts: I64) -> Corpus:
-        """Return the corpus with these counts. The prior is the number of bins with the count 1 (at least 1), over `BINS` (Good-Turing)."""
+        """Return the corpus with these counts. The prior is the number of bins with count 1 (at least 1) over `BINS` (Good-Turing)."""
         singletons = max(int((counts == 1).sum()), 1)
         return cls(counts, int(counts.sum()), singletons / BINS)
 
     def divergences(self, rows: I64, offsets: I64, bins: U32, counts: U32, *, inside: bool = True) -> F64:
-        """Return KL(document || rest of the corpus) in nats of the documents `rows`, float64[len(rows)]; 0 without words.
+        """Return KL(document || rest of the corpus) in nats for the documents `rows`, float64[len(rows)]; 0 for a document without words.
 
         Document d has `counts[i]` words in bin `bins[i]`, offsets[d] <= i < offsets[d + 1]. `inside`: the corpus includes the documents.
         """
-        corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some are views of files
+        corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some arrays are views of files
         result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
         return result
 
     def expected_divergence(self, generator: np.random.Generator) -> F64:
-        """Return the mean divergence of texts drawn at random from the corpus, per length in `LENGTHS` (words); 0 for an empty corpus."""
+        """Return the mean divergence of random texts drawn from the corpus, one per length in `LENGTHS` (words); 0 for an empty corpus."""
         if not self.words:
             return np.zeros(len(LENGTHS))
         bins = np.flatnonzero(self.counts)
@@ -66,9 +65,9 @@ class Corpus:
 
 @njit(cache=True)
 def _count(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
-    """Return the bins that hold word positions of `places`, ascending, and how many each holds; bin i ends before position `ends[i]`.
+    """Return the bins that contain the word positions `places`, ascending, and the count in each; bin i ends before position `ends[i]`.
 
-    `firsts`: the bin of every 2^shift-th position, where the search begins. `tally`: scratch, zero for each bin before and after.
+    `firsts`: the bin of every 2^shift-th position, where the search begins. `tally`: scratch array, all zeros before and after the call.
     """
     for place in places:
         at = firsts[place >> shift]
@@ -91,7 +90,7 @@ def _divergences(corpus: I64, words: int, prior: float, rows: I64, offsets: I64,
             size += int(counts[i])
         own = size if inside else 0
         total = words - own + prior * len(corpus)
-        # Neumaier's summation: the result does not depend on the order of the words, to within rounding of the result.
+        # Neumaier's summation: apart from its final rounding, the result does not depend on the order of the words.
         value, compensation = 0.0, 0.0
         for i in range(first, last):
             share = counts[i] / size
@@ -110,7 +109,7 @@ def expected_at(words: I64, expected: F64) -> F64:
 
 
 class Tally:
-    """Word counts by bin, summed over parts. New entries are merged when they outnumber the merged entries and `LEAST`."""
+    """Word counts by bin, summed over parts. New entries are merged once they outnumber the merged entries and `LEAST`."""
 
     LEAST = 1 << 16
 
@@ -119,7 +118,7 @@ class Tally:
         self.waiting = self.words = 0
 
     def add(self, bins: U32, counts: I64) -> None:
-        """Add `counts[i]` words to bin `bins[i]`, where the bins are distinct."""
+        """Add `counts[i]` words to bin `bins[i]`. The bins must be distinct."""
         self.pieces.append((bins, counts))
         self.words += int(counts.sum())
         self.waiting += len(bins)

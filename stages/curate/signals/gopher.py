@@ -25,7 +25,7 @@ GAP = np.uint64(0x20) + ONE  # the space between the words of an n-gram
 
 @njit(cache=True, borrows=True)
 def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
-    """Return the numbers of `#`, of ellipses, of newlines, and of letters and digits; and the length of the longest line."""
+    """Return the number of `#`, of ellipses, of newlines, and of letters and digits; and the length of the longest line."""
     hashes, ellipses, newlines, alphanumeric, longest, start, dots, dot = 0, 0, 0, 0, 0, 0, 0, -2
     for at in range(len(codes)):
         code = codes[at]
@@ -52,7 +52,7 @@ def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
 def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) -> tuple[int, float, float]:
     """Return the number of non-symbol words, their mean length, and the share that have a letter (all 0 for a text without such words).
 
-    The mean length is NaN if most words are of a script written without spaces, to which bounds for English do not apply.
+    The mean length is NaN if most words are in a script written without spaces, since bounds for English do not apply there.
     """
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):
@@ -68,7 +68,7 @@ def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) 
 
 @njit(cache=True, borrows=True)
 def line_numbers(codes: U32, flags: U16) -> tuple[float, float]:
-    """Return the share of lines that start with a bullet, and the share that end with an ellipsis; lines as in `str.splitlines`."""
+    """Return the share of lines that start with a bullet, and of lines that end with an ellipsis; lines as in `str.splitlines`."""
     lines, bullets, ellipses = 0, 0, 0
     at, total = 0, len(codes)
     while at < total:
@@ -100,7 +100,7 @@ def duplicate_pieces(
     """Split codes[first:last] at runs of at least `newlines` newlines. Return the numbers of pieces, of repeated pieces, of characters in
     repeated pieces, and of characters in non-blank repeated pieces.
 
-    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table, to which the pieces' hashes are written.
+    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table, to which the hashes of the pieces are written.
     """
     pieces, duplicates, characters, inked = 0, 0, 0, 0
     start, at = first, first
@@ -130,7 +130,7 @@ def duplicate_pieces(
 
 @njit(cache=True, borrows=True)
 def strip(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
-    """Return the range first..last without white space at its ends."""
+    """Return the range first..last without the white space at its ends."""
     while first < last and flags[codes[first]] & SPACE:
         first += 1
     while last > first and flags[codes[last - 1]] & SPACE:
@@ -142,7 +142,7 @@ def strip(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
 def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U64, length: I64) -> None:
     """Write the hashes and lengths of all prefixes of a text's words: `joined` without spaces, `spaced` with a space before each word.
 
-    Each array has one element more than there are words. `gram_keys` derives the hash of an n-gram from two prefixes.
+    Each array has one element more than there are words. `gram_keys` computes the hash of an n-gram from two prefixes.
     """
     joined[0], spaced[0], length[0] = 0, 0, 0
     for word in range(len(start)):
@@ -155,7 +155,7 @@ def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U
 def gram_keys(chained: U64, length: I64, power: U64, n: int, spaces: int, keys: U64) -> int:
     """Write the hash of each n-gram to `keys`, and return the number of n-grams.
 
-    `chained` (`joined` or `spaced`) and `length`: see `chain`; `spaces`: the number of spaces that `chained` has in an n-gram.
+    `chained` (`joined` or `spaced`) and `length`: see `chain`; `spaces`: the number of spaces per n-gram in `chained`.
     """
     grams = max(len(chained) - n, 0)
     for i in range(grams):
@@ -165,7 +165,7 @@ def gram_keys(chained: U64, length: I64, power: U64, n: int, spaces: int, keys: 
 
 @njit(cache=True, borrows=True)
 def _top_gram_characters(room: Any, spaced: U64, length: I64, n: int) -> int:
-    """Return the length of the most frequent n-gram (the first in a tie), with spaces, times its count; 0 if none occurs twice."""
+    """Return the length of the most frequent n-gram (the first among ties), including spaces, times its count; 0 if no n-gram repeats."""
     keys, slots, counts = room.keys, room.slots, room.counts
     grams = gram_keys(spaced, length, room.powers, n, n, keys)
     bits = clear_slots(slots, grams)
@@ -202,7 +202,7 @@ def _duplicate_gram_characters(room: Any, joined: U64, length: I64, n: int) -> i
 
 @njit(cache=True, borrows=True)
 def gram_repetition(room: Any, words: int, size: int, one: Any) -> None:
-    """Write Gopher's signals of repeated n-grams to the record of a document of `size` characters; `room`: see `measure.Space`."""
+    """Write Gopher's n-gram repetition signals to the record of a document of `size` characters. `room`: see `measure.Space`."""
     chain(room.hash, room.power, room.start[:words], room.stop[:words], room.joined, room.spaced, room.length)
     joined, spaced, length = room.joined[: words + 1], room.spaced[: words + 1], room.length[: words + 1]
     one.top_2gram_character_fraction = _top_gram_characters(room, spaced, length, 2) / size
@@ -230,7 +230,7 @@ def line_repetition(codes: U32, flags: U16, room: Any, hashes: U64, newlines: in
     one.duplicate_paragraph_fraction, one.duplicate_paragraph_character_fraction = repeated / pieces, characters / size
 
 
-# Characters of cp1252 for the bytes 0x80 to 0xBF; bytes that cp1252 leaves out are often read as control characters.
+# Characters that cp1252 decodes the bytes 0x80 to 0xBF to; the bytes that it leaves undefined are often read as control characters.
 CONTINUATIONS = np.zeros(0x2123, np.bool_)
 CONTINUATIONS[0x80:0xC0] = True
 CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")]] = True
@@ -238,7 +238,7 @@ CONTINUATIONS[[ord(c) for c in bytes(range(0x80, 0xA0)).decode("cp1252", "ignore
 
 @njit(cache=True, borrows=True)
 def misread_characters(codes: U32) -> int:
-    """Return the number of characters in sequences that are the UTF-8 bytes of one character, misread as cp1252."""
+    """Return the number of characters in sequences that are one character's UTF-8 bytes misread as cp1252."""
     result, at, total = 0, 0, len(codes)
     while at < total:
         code = codes[at]

@@ -1,7 +1,7 @@
 """Compiled signals of lines: the rules of C4 and FineWeb, n-grams seen earlier, legal phrases and notices.
 
-C4's rules (Raffel et al. 2020, arXiv 1910.10683) and FineWeb's (2406.17557) follow datatrove; sentences follow spaCy's sentencizer.
-"""
+C4's rules (Raffel et al. 2020, arXiv 1910.10683) and FineWeb's (2406.17557) are as in datatrove; sentences are as in spaCy's
+sentencizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PHRASES = {
 
 
 def packed_phrases(phrases: tuple[str, ...]) -> U32:
-    """Return the phrases' code points as one array, with a 0 after each phrase."""
+    """Return the code points of all phrases as one array, with a 0 after each phrase."""
     return np.array([ord(c) for phrase in phrases for c in phrase + "\0"], np.uint32)
 
 
@@ -40,7 +40,7 @@ MARKS = packed_phrases(("edit", "citation needed"))
 PHRASE_CODES = packed_phrases(tuple(PHRASES))
 PHRASE_KINDS = np.array(list(PHRASES.values()), np.int64)
 PHRASE_STARTS = np.cumsum([0, *(len(phrase) + 1 for phrase in PHRASES)])[:-1]
-# Search of Wu and Manber (1994): a window is as long as the shortest phrase; its last two letters give the step to the next window.
+# Wu-Manber search (1994): a window is as long as the shortest phrase; its last two letters determine the step to the next window.
 WINDOW = min(map(len, PHRASES))
 ASCII = 128
 STEPS = np.full(ASCII * ASCII, WINDOW - 1, np.uint8)
@@ -52,7 +52,7 @@ for _phrase in PHRASES:
 
 @njit(cache=True, borrows=True)
 def starts_with(codes: U32, lower: U32, at: int, stop: int, phrase: U32, first: int) -> int:
-    """Return the length of the 0-terminated `phrase[first:]` if codes[at:stop] begins with it, ignoring case, else 0."""
+    """Return the length of the 0-terminated `phrase[first:]` if codes[at:stop] starts with it, ignoring case, else 0."""
     k = 0
     while phrase[first + k] != 0:
         if at + k >= stop or lower[codes[at + k]] != phrase[first + k]:
@@ -63,7 +63,7 @@ def starts_with(codes: U32, lower: U32, at: int, stop: int, phrase: U32, first: 
 
 @njit(cache=True, borrows=True)
 def phrase_kinds(codes: U32, lower: U32, a: int, b: int) -> int:
-    """Return the kinds of C4's phrases that codes[a:b] contains, as bits."""
+    """Return a bit mask of the kinds of C4's phrases that codes[a:b] contains."""
     result, at, last = 0, a + WINDOW - 1, np.uint32(ASCII - 1)  # `last` occurs in no phrase
     while at < b:
         step = int(STEPS[min(lower[codes[at - 1]], last) * ASCII + min(lower[codes[at]], last)])
@@ -77,7 +77,7 @@ def phrase_kinds(codes: U32, lower: U32, a: int, b: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _citation_end(codes: U32, flags: U16, lower: U32, at: int, stop: int) -> int:
-    """Return the end of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at`."""
+    """Return the end of the citation mark (`[12]`, `[]`, `[edit]`, `[citation needed]`) that starts at `at`, or `at` if there is none."""
     k = at + 1
     while k < stop and flags[codes[k]] & DECIMAL:
         k += 1
@@ -115,9 +115,9 @@ def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: 
 
 @njit(cache=True, borrows=True)
 def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: int, a: int, b: int) -> int:
-    """Return the number of sentences of the line codes[a:b], whose words have the indices first to last - 1.
+    """Return the number of sentences in the line codes[a:b], whose words have the indices first to last - 1.
 
-    After a terminator, the first word that is not punctuation begins a sentence. White space other than a single blank counts as a word.
+    After a terminator, the first word that is not punctuation starts a sentence. White space other than a single blank counts as a word.
     """
     if a == b:
         return 0
@@ -146,8 +146,8 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
     """Write C4's signals to a document's record: sentences in kept lines, lines with "lorem ipsum", and lines with "{" before the first
     "lorem ipsum". Write them twice: for lines that end in `.`, `?`, `!`, `"` or `'` but not an ellipsis, and for all lines (FineWeb).
 
-    A counted line has at least three words, none of more than 1000 characters. Kept lines and lines with "{" also have no "javascript". For
-    a curly bracket, C4 drops the page, not the line, so the line's sentences count. `line`: room for the longest line.
+    Counted lines have at least three words, none of more than 1000 characters. Kept lines and lines with "{" do not contain "javascript".
+    For a curly bracket, C4 drops the page and not the line, so the line's sentences count. `line`: scratch array, as long as any line.
     """
     at, total, word = 0, len(codes), 0
     results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
@@ -157,7 +157,7 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
             opens |= codes[end] == OPEN
             curly |= codes[end] == CURLY
             run = 0 if flags[codes[end]] & SPACE else run + 1
-            count += run == 1  # words between white space
+            count += run == 1  # words separated by white space
             longest = max(longest, run)
             end += 1
         first_word = word
@@ -193,7 +193,7 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
 
 @njit(cache=True, borrows=True)
 def _ends_sentence(text: U32) -> bool:
-    """True if a line ends in `.`, `?`, `!`, `"` or `'` but not in an ellipsis."""
+    """True if a line ends in `.`, `?`, `!`, `"` or `'`, but not in an ellipsis."""
     size = len(text)
     if size == 0:
         return False
@@ -206,14 +206,14 @@ def _ends_sentence(text: U32) -> bool:
 @njit(cache=True)
 def _sentences_anew(text: U32, flags: U16) -> int:
     start, stop = np.empty(len(text) + 1, np.int32), np.empty(len(text) + 1, np.int32)
-    # Word boundaries in scripts without spaces do not change the number of sentences.
+    # In scripts without spaces, word boundaries do not change the number of sentences.
     count = split_ranges(text, flags, NO_BREAKS, start, stop)
     return int(sentences(text, flags, start, stop, 0, count, 0, len(text)))
 
 
 @njit(cache=True, borrows=True)
 def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
-    """Return the number of non-blank lines, the share of these lines that end a sentence, and the share that have at most 30 characters."""
+    """Return the number of non-blank lines, and the shares of these that end a sentence and that have at most 30 characters."""
     lines, terminated, short = 0, 0, 0
     start, at, total = 0, 0, len(codes)
     while at <= total:
@@ -232,8 +232,8 @@ def fineweb_numbers(codes: U32, flags: U16) -> tuple[int, float, float]:
 
 
 class PlainWords(NamedTuple):
-    """The words of a text that are not symbols: `folded` uint64 (see `words.Words`), `line` int32: the number of each word's line (split at
-    newlines), `lettered` bool: True for a word with a letter."""
+    """The non-symbol words of a text: `folded` uint64 (see `words.Words`), `line` int32: each word's line number (split at newlines),
+    `lettered` bool: whether the word has a letter."""
 
     folded: U64
     line: I32
@@ -257,10 +257,10 @@ def plain_words(codes: U32, start: I32, folded: U64, word_flags: U8, plain: Plai
 
 @njit(cache=True, borrows=True)
 def ngram_coverage(plain: PlainWords, count: int, n: int, keys: U64, slots: I32, words: I32, covered: I32) -> None:
-    """Write the number of each line's non-symbol words to `words`, and of its words inside n-grams seen earlier to `covered`.
+    """Write the number of non-symbol words in each line to `words`, and of its words inside n-grams seen earlier to `covered`.
 
-    N-grams of the `count` words, in lower case with all numbers alike, run across lines. An n-gram with letters in fewer than half of its
-    words does not count. `keys`, `slots`: room for hashes and a hash table.
+    N-grams of the `count` words, in lower case and with all numbers treated as equal, run across lines. An n-gram with letters in fewer
+    than half of its words does not count. `keys`, `slots`: scratch arrays for hashes and a hash table.
     """
     words[:] = 0
     covered[:] = 0
@@ -292,8 +292,8 @@ LEGAL, SPOKEN, NOTICE = 1, 2, 3
 
 
 class Phrases(NamedTuple):
-    """Tables of phrases: `begins`, a bitmap (`bits_of`) of the first words' folded hashes; `keys`, the hashes of whole phrases; their
-    `kinds` uint8 at the same places; `longest`, the number of words of the longest phrase."""
+    """Tables of phrases: `begins`, a bitmap (`bits_of`) of the first words' folded hashes; `keys`, hashes of whole phrases, and `kinds`
+    uint8, their kinds; `longest`, the number of words in the longest phrase."""
 
     begins: U64
     keys: U64
@@ -303,7 +303,7 @@ class Phrases(NamedTuple):
 
 @lru_cache(maxsize=1)
 def listed_phrases() -> Phrases:
-    """Return the tables of the phrases in `notices.txt`, made once per process."""
+    """Return the tables of the phrases in `notices.txt`, built once per process."""
     results: dict[int, int] = {}
     begins = set()
     for kind, *words in entries("notices.txt"):
@@ -321,7 +321,7 @@ def listed_phrases() -> Phrases:
 
 @njit(cache=True)
 def notice_numbers(words: U64, of_line: I32, listed: Phrases) -> tuple[float, float]:
-    """Return `legal_phrase_ratio` and `notice_ratio` from the non-symbol words and their lines; phrases run across lines."""
+    """Return `legal_phrase_ratio` and `notice_ratio` from the non-symbol words and their lines. Phrases may run across lines."""
     count = len(words)
     seen = np.zeros(len(listed.keys), np.bool_)
     different, spoken, legal, legal_to, noticed_to = 0, 0, 0, 0, 0

@@ -1,4 +1,4 @@
-"""Measurement of all heuristic signals but the divergence, in one compiled pass that splits each document's text into words once."""
+"""Measurement of all heuristic signals except the divergence, in one compiled pass that splits each document into words once."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from puna.stages.curate.signals.line_rules import (
 )
 from puna.storage import PunaError, errors_at
 
-assert definitions  # importing it declares the signals that are measured here
+assert definitions  # the import declares the signals that are measured here
 
-# One field for each compiled signal; a field that no measurement fills stays NaN, which means null.
+# One field per compiled signal. A field that no measurement fills stays NaN, which means null.
 RECORD = np.dtype([(name, np.float64) for name, made in SIGNALS.items() if made.compiled])
 NAMES: tuple[str, ...] = RECORD.names or ()
 
 
 class Vocabulary(NamedTuple):
-    """Tables for the measurement of texts.
+    """Lookup tables for measuring texts.
 
     `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`; `phrases`: see `line_rules.Phrases`. `stop_keys`: a hash
     table of stop words; `stop_languages`: bit i for language i (0: English). `dirty_keys`, `dirty_bits`: table and bitmap of adult words.
@@ -72,7 +72,7 @@ class Vocabulary(NamedTuple):
 
 @lru_cache(maxsize=1)
 def vocabulary() -> Vocabulary:
-    """Return the tables of the word lists in the data folder, made once per process."""
+    """Return the tables built from the word lists in the data folder, once per process."""
     bits: dict[int, int] = {}
     for language, (_, *words) in enumerate(entries("stop_words.txt")):
         for value in words_listed(words).hash.tolist():
@@ -87,7 +87,7 @@ def vocabulary() -> Vocabulary:
 
 
 class Space(NamedTuple):
-    """Work arrays, which are reused for all documents of a call."""
+    """Scratch arrays, which are reused for all documents of a call."""
 
     codes: U32
     line: U32
@@ -127,7 +127,7 @@ class Measurements(NamedTuple):
     """Measurements of D documents. `values` RECORD[D], NaN if not measured.
 
     Document d has its words' hash bins and their counts, `bins` and `counts` uint32, at bin_offsets[d] : bin_offsets[d + 1]; and its lines
-    of n-gram coverage ≥ `line_coverage`, `line` (number), `line_words`, `line_covered` int32, at line_offsets[d] : line_offsets[d + 1].
+    with n-gram coverage ≥ `line_coverage`, `line` (number), `line_words`, `line_covered` int32, at line_offsets[d] : line_offsets[d + 1].
     """
 
     values: NDArray[np.void]
@@ -141,8 +141,8 @@ class Measurements(NamedTuple):
 
 
 class OwnWords(NamedTuple):
-    """Lists of stop words for D documents: `keys`, a table of hashes salted by list; `salts` uint64[lists]; `of` int64[D], the index of
-    each document's list, or `ANY_LIST` (the best list of `stop_words.txt` counts) or `NO_LIST` (nothing is counted)."""
+    """Stop word lists for D documents: `keys`, a table of hashes salted by list; `salts` uint64[lists]; `of` int64[D], the index of each
+    document's list, or `ANY_LIST` (the best-matching list of `stop_words.txt` counts) or `NO_LIST` (nothing is counted)."""
 
     keys: U64
     salts: U64
@@ -153,13 +153,13 @@ ANY_LIST, NO_LIST = -1, -2
 
 
 def own_words(lists: list[tuple[str, ...]], of: list[int]) -> OwnWords:
-    """Return `lists` of stop words as hashes. `of`: index of each document's list, `ANY_LIST` or `NO_LIST`."""
+    """Return the stop word `lists` as hashes. `of`: index of each document's list, `ANY_LIST` or `NO_LIST`."""
     return OwnWords(*_salt_words(tuple(lists)), np.array(of, np.int64))
 
 
 @lru_cache(maxsize=2)
 def _salt_words(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
-    """Return `OwnWords.keys` and `salts`, cached since all parts of a corpus share them."""
+    """Return `OwnWords.keys` and `salts`, cached because all parts of a corpus share them."""
     salts = np.array([mix(np.uint64(number)) for number in range(1, len(lists) + 1)], np.uint64)
     with errors_at("heuristics: the stop words of the table of languages", ValueError):
         keys = [value ^ salt for words, salt in zip(lists, salts, strict=True) for value in words_listed(list(words)).folded]
@@ -167,7 +167,7 @@ def _salt_words(lists: tuple[tuple[str, ...], ...]) -> tuple[U64, U64]:
 
 
 def measure(texts: pa.Array | pa.ChunkedArray, coverage_n: int, line_coverage: float, own: OwnWords | None = None) -> Measurements:
-    """Return all compiled signals of documents except the divergence, which needs the whole corpus.
+    """Return all compiled signals of documents, that is, all except the divergence, which needs the whole corpus.
 
     Lines are reported if at least the share `line_coverage` of their words is in n-grams of `coverage_n` words seen earlier. `own`: the
     stop words of each document's language; None: `ANY_LIST` for all documents.
@@ -208,13 +208,13 @@ def _measure(
         if own.of[d] >= 0:
             results, occurrences = _own_stop_words(own, own.salts[own.of[d]], room.folded[:words], room.keys)
             one.stop_words, one.stop_word_fraction = results, occurrences / max(plain, 1)
-        # Unlike in datatrove, n-grams that occur once do not count: they would make one sentence look as repetitive as a spam page.
+        # Unlike in datatrove, n-grams that occur once do not count: they would make a single sentence look as repetitive as a spam page.
         line_repetition(codes, about.flags, room, hashes, newlines, one)
         gram_repetition(room, words, max(characters, 1), one)
         c4_numbers(codes, about.flags, about.lower, start, stop, room.line, one)
         one.lines, one.terminated_line_fraction, one.short_line_fraction = fineweb_numbers(codes, about.flags)
         if mean_length != mean_length:
-            # C4 splits words at white space, so it would keep no line of a script without spaces. There, 30 characters are a sentence.
+            # C4 splits words at white space, so it would keep no line in a script without spaces, in which 30 characters are a sentence.
             one.c4_sentences = one.c4_open_sentences = one.short_line_fraction = np.nan
         one.newline_ratio, one.code_lines = newlines / max(words, 1), code_lines(codes)[1]
         one.misread_fraction = misread_characters(codes) / max(characters, 1)
@@ -275,7 +275,7 @@ def _own_stop_words(own: OwnWords, salt: np.uint64, folded: U64, space: U64) -> 
 def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U32) -> tuple[int, int]:
     """Write the bins of the non-symbol `words` (folded hashes) in order of first occurrence, and their counts.
 
-    Return the number of bins, and the number of words of the adult vocabulary.
+    Return the number of bins, and the number of words from the adult vocabulary.
     """
     slots, results, bad = room.slots, 0, 0
     mask = (1 << clear_slots(slots, len(words))) - 1
@@ -301,4 +301,4 @@ def check_against_definitions(found: Measurements, texts: pa.ChunkedArray, docum
         if arrays.optional and arrays.definition and np.isnan(found.values[name]).all():
             for text in texts.slice(0, documents).to_pylist():
                 if arrays.definition(text) is not None:
-                    raise PunaError(f"signal {name} ({arrays.meaning}) was measured for no document, but its definition gives it a value")
+                    raise PunaError(f"signal {name} ({arrays.meaning}) was measured for no document, but its definition gives a value")

@@ -1,4 +1,4 @@
-"""User-defined signals, measured by their definitions in a subprocess with bounded time and memory per document."""
+"""User-defined signals, measured by their Python definitions in a subprocess with time and memory limits per document."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from puna.stages.contract.signals import Definition
 from puna.stages.executors.subprocess_worker import Apart
 from puna.storage import PunaError
 
-FAILED = "_failed"  # column of measured parts: each document's signals whose definition failed, with the errors
-IN_A_ROW = 16  # consecutive documents that exceed a definition's budget or end its process, after which the run stops
+FAILED = "_failed"  # column of measured parts: for each document, the signals whose definition failed, with the errors
+IN_A_ROW = 16  # number of consecutive documents exceeding a definition's budget or ending its process after which the run stops
 
 
 class Budget(NamedTuple):
-    """Budget of a definition for one document: CPU seconds, and MiB beyond the memory that the subprocess used at its start."""
+    """Limits of a definition for one document: CPU seconds, and MiB beyond the memory that the subprocess used at its start."""
 
     seconds: float
     memory_mb: int
 
 
 def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget: Budget) -> pa.Table:
-    """Return `table` with a column for each signal in `own`, computed from `documents` (same order of rows), and the column `FAILED`.
+    """Return `table` with a column for each signal in `own`, computed from `documents` (in the same row order), and the column `FAILED`.
 
-    A definition that raises an exception, exceeds its budget or ends its process leaves the value null. Raise PunaError if a value does not
-    have the declared type. Raise it also if `IN_A_ROW` consecutive documents exceed the budget or end the process.
+    The value is null if a definition raises an exception, exceeds its budget or ends its process. Raise PunaError if a value does not have
+    the declared type, or if `IN_A_ROW` consecutive documents exceed the budget or end the process.
     """
-    # Without signals all rows share one list: many new lists would start garbage collections.
+    # Rows without signals share one list, since many new lists would trigger garbage collections.
     failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
     for signal in own:
         rows = zip(*(documents[name].to_pylist() for name in signal.columns), strict=True)
@@ -45,7 +45,7 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
 
 
 def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield each document's `value`, or `failed` or `wrong` with the reason. PunaError if `IN_A_ROW` in a row exceed the budget."""
+    """Yield each document's `value`, or `failed` or `wrong` with the reason. Raise PunaError if `IN_A_ROW` in a row exceed the budget."""
     code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
     broken = 0
     for row in rows:
@@ -58,12 +58,12 @@ def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> I
 
 @lru_cache(maxsize=1)
 def process() -> Apart:
-    """Return the subprocess in which this process measures user-defined signals."""
+    """Return the subprocess that measures user-defined signals for this process."""
     return Apart(measure)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Return a document's `value` (None for NaN), or the reason why it has none, as `failed` (an exception) or `wrong` (its type)."""
+    """Return a document's `value` (None for NaN), or why it has none: `failed` (an exception) or `wrong` (its type)."""
     try:
         value = _definition(job["definition"])(*job["row"])
     except Exception as error:  # noqa: BLE001 - any error fails only this document
@@ -88,19 +88,19 @@ def _value(made: Signal, answer: dict[str, Any], failed: list[str]) -> float | i
     value: float | int | str | None = answer.get("value")
     if "wrong" in answer or not (value is None or isinstance(value, (int, float) if made.kind is float else made.kind)):
         gave = answer.get("wrong") or f"{value!r:.100} ({type(value).__name__})"
-        raise PunaError(f"signal {made.name}: its definition gave {gave} and declares {made.kind.__name__}")
+        raise PunaError(f"signal {made.name}: its definition returned {gave} but declares {made.kind.__name__}")
     return value
 
 
 def failed_in(table: pa.Table) -> list[tuple[str, str, str]]:
-    """Return (signal, document id, error) for every failure of a definition in a measured part."""
+    """Return (signal, document id, error) for each failure of a definition in a measured part."""
     table = table.filter(pc.greater(pc.list_value_length(table[FAILED]), 0))
     rows = zip(table["id"].to_pylist(), table[FAILED].to_pylist(), strict=True)
     return [(*failure.split("\t", 1)[:1], identity, failure.split("\t", 1)[1]) for identity, failures in rows for failure in failures]
 
 
 class Failures:
-    """Documents for which a measurement failed: their number by signal, and the first failure of each signal."""
+    """Failed measurements: their number by signal, and the first failure of each signal."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -113,13 +113,13 @@ class Failures:
             self.first.setdefault(name, f"document {identity}: {answer}")
 
     def check(self, documents: int) -> None:
-        """Raise PunaError if a definition failed for all documents."""
+        """Raise PunaError if a definition failed on all documents."""
         for name, count in self.counts.items():
             if count == documents:
                 raise PunaError(f"signal {name}: its definition failed for all {count} documents; {self.first[name]}")
 
     def report(self, run: StageRun) -> None:
-        """Record the number of failures and the first failure of each signal as metrics."""
+        """Record each signal's number of failures and first failure as metrics."""
         for name in sorted(self.counts):
             run.metric(f"failed_{name}", self.counts[name])
             run.metric(f"first_failure_{name}", self.first[name])

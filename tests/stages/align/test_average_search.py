@@ -137,7 +137,7 @@ def test_without_a_choice_all_weigh_the_same(tmp_path: Path, tiny_model: Callabl
     never = execute(average, parse(AverageConfig, {"search": {"max_tokens": 2}}, ""), {"models": models, "prompts": development(store, "zzzz")}, store)
     empty = execute(average, AverageConfig(), {"models": models, "prompts": nothing}, store)
     assert plain.data_digest == never.data_digest == empty.data_digest and plain.manifest.metrics["weight_1"] == 0.5
-    with pytest.raises(PunaError, match=r"search.steps=20 asks for 1771 averages; 500 are the most"):
+    with pytest.raises(PunaError, match=r"search.steps=20 asks for 1771 averages; the maximum is 500"):
         more = [*models, tiny_model(store, 2), tiny_model(store, 3)]
         config = parse(AverageConfig, {"search": {"steps": 20}}, "")
         execute(average, config, {"models": more, "prompts": development(store, "a")}, store)

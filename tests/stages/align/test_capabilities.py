@@ -128,7 +128,7 @@ def test_braces_in_a_passage_stay_as_they_are(texts: Artifact, tmp_path: Path) -
     ("values", "message"),
     [
         ({"passage": "The {key}."}, "passage has no {value}"), ({"question": "What?"}, "question has no {key}"),
-        ({"keys": ["a", "b", "c"], "passages": 2}, "2 passages need 4 different keys"), ({"train": 0, "heldout": 0}, "nothing to make"),
+        ({"keys": ["a", "b", "c"], "passages": 2}, "2 passages need 4 different keys"), ({"train": 0, "heldout": 0}, "set at least one of them above 0"),
     ],
 )  # fmt: skip
 def test_wrong_passages_are_refused(values: dict[str, Any], message: str) -> None:
@@ -162,7 +162,7 @@ def test_a_mix_has_the_shares_that_it_was_asked_for(tmp_path: Path) -> None:
     assert Counter(without.read()["source"].to_pylist()) == {"chat": 90, "code": 10}
     with pytest.raises(PunaError, match=r"no training instruction has the source 'lang'.*long"):
         execute(mix_instructions, MixInstructionsConfig(shares={"lang": 0.5}), {"instructions": sets}, store)
-    with pytest.raises(PunaError, match="add up to 0.5, and no other source fills the rest"):
+    with pytest.raises(PunaError, match="add up to 0.5, and no other source can fill the rest"):
         execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}), {"instructions": sets[:1]}, store)
     with pytest.raises(ValueError, match="more than 1"):
         MixInstructionsConfig(shares={"a": 0.6, "b": 0.6})

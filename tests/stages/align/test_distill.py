@@ -87,5 +87,5 @@ def test_what_cannot_be_distilled_is_refused(tmp_path: Path, tiny_model: Tiny) -
         execute(distill, settings(), {"student": model, "teacher": other, "prompts": prompts}, store)
     with pytest.raises(ValueError, match="cannot hold 1024 answers of 4 tokens and a prompt"):
         settings(answers=1024)
-    with pytest.raises(ValueError, match=r"training\.schedule\.ema and average must be 0"):
+    with pytest.raises(ValueError, match=r"set training\.schedule\.ema and average to 0"):
         settings(training={"schedule": {"ema": 0.9}})

@@ -467,7 +467,7 @@ def test_what_cannot_be_trained_is_named(tmp_path: Path, tiny_model: Tiny) -> No
     with pytest.raises(PunaError, match=r"24 too_long.*row 00: the conversation has \d+ tokens, but training.compute.micro_batch_tokens=16"):
         config = SftConfig(training={**STEPS, "compute": {"micro_batch_tokens": 16}})
         execute(sft, config, {"model": model, "instructions": [instructions(store)]}, store)
-    with pytest.raises(PunaError, match="no training preference of the levels significantly_better"):
+    with pytest.raises(PunaError, match="no training preference has one of the levels significantly_better"):
         config = DpoConfig(levels=("significantly_better",))
         execute(dpo, config, {"model": model, "preferences": [preferences(store)]}, store)
 

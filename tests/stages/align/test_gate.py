@@ -65,7 +65,7 @@ def test_what_the_gate_objects_to() -> None:
     assert objections(compare(before, worse_at_b, tasks), -1.0, 0.05) == ["b falls from 0.500 to 0.400, more than 0.05"]
     # What is equal is not better, whatever the bound on a fall.
     assert len(objections(compare(before, before, tasks), 0.0, 1.0)) == 1
-    with pytest.raises(ValueError, match="needs two prompts that both models answered, not 1"):
+    with pytest.raises(ValueError, match="needs at least two prompts that both models answered, not 1"):
         compare({"a0": 1.0}, better, tasks)
 
 
@@ -126,7 +126,7 @@ def test_a_verdict_with_its_reason(tmp_path: Path) -> None:
     questions, policy, other = asked(store), *(execute(skilled, SkillConfig(a=a), {}, store) for a in (0.1, 0.2))
     seen = execute(examined, StageConfig(), {"model": policy, "prompts": questions}, store)
     inputs = {"policy": policy, "candidate": other, "before": seen, "after": seen, "prompts": questions}
-    with pytest.raises(PunaError, match="after, evaluation/.* is no evaluation of model/"):
+    with pytest.raises(PunaError, match="after, evaluation/.* is not an evaluation of model/"):
         execute(gate, GateConfig(), {**inputs, "after": seen}, store)
 
 
@@ -142,7 +142,7 @@ def test_an_approval_is_of_a_gate(tmp_path: Path) -> None:
     said = execute(approval, ApprovalConfig(by="Ada", reason="its tone"), {"gate": made}, store)
     assert said.manifest.metrics == {"verdict": "passed", "reason": "approved by Ada: its tone"}
     assert execute(approval, ApprovalConfig(by="Ada", approved=False), {"gate": made}, store).manifest.metrics["verdict"] == "refused"
-    with pytest.raises(PunaError, match="was made by copied, not by a round's gate"):
+    with pytest.raises(PunaError, match="was made by copied; give the artifact of a round's gate"):
         execute(approval, ApprovalConfig(by="Ada"), {"gate": execute(copied, StageConfig(), {"gate": made}, store)}, store)
 
 

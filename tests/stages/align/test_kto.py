@@ -79,7 +79,7 @@ def test_other_losses_drop_what_compares_nothing(tmp_path: Path, tiny_model: Tin
     given_["preferences"].append(pair)
     made = execute(dpo, DpoConfig(training=FIT), given_, store)
     assert made.manifest.metrics["preferences"] == 1 and made.manifest.metrics["dropped_one_sided"] == 12
-    with pytest.raises(PunaError, match="give preferences of two prompts at least"):
+    with pytest.raises(PunaError, match="give preferences for at least two prompts"):
         execute(dpo, DpoConfig(loss="kto", training=FIT), {**given_, "preferences": [pair]}, store)
 
 

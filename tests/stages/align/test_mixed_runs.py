@@ -115,7 +115,7 @@ def test_answers_to_held_out_prompts_are_never_trained_on(tmp_path: Path, tiny_m
     store = Store.open(tmp_path)
     model, questions = tiny_model(store), asked(store)
     given = execute(sample, SampleConfig(answers=2, max_tokens=2, split="heldout"), {"models": [model], "prompts": questions}, store)
-    message = r"answers 2 held-out prompts, for example [0-9a-f]{32}; nothing may be learned from them"
+    message = r"answers 2 held-out prompts, for example [0-9a-f]{32}; they must not be trained on"
     with pytest.raises(PunaError, match=message):
         execute(preferences, PreferencesConfig(), {"answers": given, "prompts": questions}, store)
     inputs = {"answers": given, "reward_model": scorer(store, model), "prompts": questions}

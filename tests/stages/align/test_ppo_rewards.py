@@ -125,7 +125,7 @@ def test_vllm_is_refused_where_it_is_not_or_reads_no_whole_weights(monkeypatch: 
     assert grpo.needs is not None
     assert grpo.needs(config, facts) == ["engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"]
     assert grpo.needs(config.replace(engine="puna"), facts) == []
-    with pytest.raises(ValueError, match="which adapters are not merged into: set method to full"):
+    with pytest.raises(ValueError, match="without merging adapters; set method to full"):
         GrpoConfig(engine="vllm", method="lora")
 
 

@@ -138,7 +138,7 @@ def test_pairs_are_of_two_models_and_use_no_answer_twice(counts: dict[str, int],
 
 
 def test_thresholds_must_fall() -> None:
-    with pytest.raises(PunaError, match="thresholds must fall from significantly_better to marginally_better"):
+    with pytest.raises(PunaError, match="thresholds must decrease from significantly_better to marginally_better"):
         parse(PreferencesConfig, {"thresholds": {"better": 0.9}}, "preferences")
     assert [Thresholds().level(m) for m in (0.7, 0.6, 0.4, 0.2, 0.05, 0.01)] == [
         LEVELS[0], LEVELS[0], LEVELS[1], LEVELS[2], LEVELS[3], None,

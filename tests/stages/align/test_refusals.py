@@ -47,7 +47,7 @@ def test_prompts_are_of_the_task_whose_better_answer_they_have(tmp_path: Path) -
     for name, right in (("steal", REFUSES), ("bake", ANSWERS)):
         verifier = from_text(rows[name]["verifier"])
         assert {text: verifier.score(Question("", "", "", None), text).value for text in REFUSES + ANSWERS} == {text: float(text in right) for text in REFUSES + ANSWERS}
-    with pytest.raises(PunaError, match="in none of 1 preferences does one answer refuse and the other not"):
+    with pytest.raises(PunaError, match="none of the 1 preferences has exactly one refusing answer"):
         execute(refusal_prompts, RefusalPromptsConfig(), {"preferences": [preferences(store, ("alike", REFUSES[3], REFUSES[4]))]}, store)
 
 

@@ -141,7 +141,7 @@ def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: 
     assert guessed.drop(["logprobs"]) == own.drop(["logprobs"]) == plain.drop(["logprobs"])
     assert sample.needs is not None
     unmet = sample.needs(config.replace(draft_weights="int8"), Facts({"models": ANY_MODEL}, None))
-    assert unmet == ["draft_weights: there is no draft; give one as --input draft=…, or leave this out"]
+    assert unmet == ["draft_weights is set, but there is no draft; give one with --input draft=…, or leave draft_weights out"]
     assert quantised["id"] == plain["id"] and quantised["logprobs"] != plain["logprobs"]
 
 
@@ -169,7 +169,7 @@ def test_a_window_forgets_and_takes_no_draft(tmp_path: Path, tiny_model: Tiny) -
     assert whole["id"] == short["id"] and whole["tokens"] != short["tokens"]
     assert sample.needs is not None
     unmet = sample.needs(config.replace(serving=serving), Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, None))
-    assert unmet == ["serving.window: a draft needs all tokens; leave the draft out, or window"]
+    assert unmet == ["serving.window: a draft needs the whole context; leave out the draft or the window"]
     for refused, told in (({"sinks": 16}, "only with a window"), ({"engine": "vllm", "window": 64}, "vLLM has no window"), ({"window": 40}, "multiple of 16")):
         with pytest.raises(ValueError, match=told):
             ServingSettings(**refused)
@@ -180,7 +180,7 @@ def test_vllm_must_be_installed_and_takes_no_draft(monkeypatch: pytest.MonkeyPat
     facts = Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, None)
     assert sample.needs is not None
     unmet = sample.needs(SampleConfig(serving=ServingSettings(engine="vllm")), facts)
-    assert [sentence[: sentence.index(";")] for sentence in unmet] == ["serving.engine: vLLM is not installed", "draft: engine vllm is given no guesses"]
+    assert [sentence[: sentence.index(";")] for sentence in unmet] == ["serving.engine: vLLM is not installed", "draft: engine=vllm takes no draft model"]
     assert sample.needs(SampleConfig(), facts) == []
 
 
@@ -350,7 +350,7 @@ def test_ppo_needs_enough_prompts(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model = tiny_model(store)
     given = {"policy": model, "reward_model": scorer(store, model), "prompts": asked(store)}
-    with pytest.raises(PunaError, match="a rollout takes 64 prompts, but prompts/.* has 6 training prompts"):
+    with pytest.raises(PunaError, match="a rollout needs 64 prompts, but prompts/.* has 6 training prompts"):
         execute(ppo, PpoConfig(), given, store)
 
 

@@ -147,7 +147,7 @@ def test_prompts_without_references_are_scored_but_not_learned(tmp_path: Path) -
     store = Store.open(tmp_path)
     bare = asked(store, references=False)
     assert all(row["reference"] is None and row["verifier"] for row in bare.read().to_pylist())
-    with pytest.raises(PunaError, match="have no reference to learn"):
+    with pytest.raises(PunaError, match="has a reference answer to learn from"):
         execute(instructions, InstructionsConfig(), {"prompts": bare}, store)
 
 

@@ -116,11 +116,11 @@ def test_what_is_evaluated_may_call_tools(tmp_path: Path, tiny_model: Tiny, scri
         config = EvaluateConfig(answers={"max_tokens": 200, **tools})
         rows = execute(evaluate, config, given, store).read().to_pylist()
         assert {row["value"] for row in rows if row["metric"] == "accuracy"} == {right}
-    with pytest.raises(PunaError, match="evaluate: no test proves answers.turns beside a search"):
+    with pytest.raises(PunaError, match="evaluate: answers.turns is untested with a search"):
         execute(evaluate, EvaluateConfig(answers={**TOOLS, "temperature": 1, "search": {"n": 2}}), given, store)
 
 
 @pytest.mark.parametrize("wrong", [{"problems": "maths"}, {"endpoint": {"base_url": "http://localhost:1/v1", "model": "other"}}])
 def test_turns_are_for_given_prompts_and_the_stores_model(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="turns above 1 answer given prompts by the input model"):
+    with pytest.raises(ValueError, match="turns above 1 need given prompts and an input model"):
         SynthesizeConfig(**TOOLS, **wrong)

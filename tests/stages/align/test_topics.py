@@ -97,7 +97,7 @@ def test_naive_bayes_by_hand() -> None:
 def test_one_topic_is_refused(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     given = {"instructions": asked(store, 2, "new "), "labelled": asked(store, 5, only=("talk",)), "model": tiny_model(store)}
-    with pytest.raises(PunaError, match="the labelled examples have one topic, talk, in their column `task`; give two at least"):
+    with pytest.raises(PunaError, match="all labelled examples have the topic talk in their column `task`; give at least two topics"):
         execute(topics, TopicsConfig(), given, store)
 
 

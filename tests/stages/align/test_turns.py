@@ -127,7 +127,7 @@ def test_one_turn_is_as_if_nothing_replied(tmp_path: Path, tiny_model: Tiny) -> 
 def test_several_processes_are_refused(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path)
     given = {"policy": tiny_model(store), "prompts": asked(store, to_text("guess", number=3))}
-    with monkeypatch.context() as patched, pytest.raises(PunaError, match="no test proves answers in several turns by several processes"):
+    with monkeypatch.context() as patched, pytest.raises(PunaError, match="is not supported with several processes"):
         patched.setattr("puna.stages.align.reinforcement.ranks.count", lambda: 2)
         grpo.function(given["policy"], None, given["prompts"], None, GrpoConfig(**SETTINGS), None)
 
@@ -262,9 +262,9 @@ def test_steps_are_rewarded_and_stand_in_the_table(tmp_path: Path, tiny_model: T
     few = SETTINGS | {"turns": 1, "max_tokens": 12, "credit": "steps"}
     rows = execute(grpo, GrpoConfig(**few), given, store).read("rollouts").to_pylist()
     assert [len(row["steps"]) for row in rows] == [sum(bool(line.strip()) for line in row["text"].splitlines()) for row in rows] and any(row["steps"] for row in rows)
-    with pytest.raises(PunaError, match="credit=steps, but no prompt's verifier checks steps, as chain does; set credit=answer"):
+    with pytest.raises(PunaError, match="credit=steps needs verifiers that check steps, such as chain; no prompt has one: set credit=answer"):
         execute(grpo, GrpoConfig(**few), given | {"prompts": asked(store, to_text("regex", pattern="e"))}, store)
-    with pytest.raises(ValueError, match="the steps are the verifier's; set reward to verifier or product"):
+    with pytest.raises(ValueError, match="credit=steps takes its steps from the verifier; set reward to verifier or product"):
         GrpoConfig(**few, reward="reward_model")
 
 

@@ -153,7 +153,7 @@ def test_grades_of_a_judge_come_before_the_signs(tmp_path, make_documents):
     assert metrics["reasoning_positives"] == 3 and "reasoning_auc" not in metrics
     assert made.read()["reasoning_score"].null_count == len(ids)
     none = store.import_table("signals", pa.table({"id": ids, "judgement": [1.0] * len(ids)}))
-    with pytest.raises(PunaError, match="is to have the signal 'code_judgement' of a judge's grades; 0 have it"):
+    with pytest.raises(PunaError, match="must have the signal 'code_judgement' of a judge's grades, but 0 have it"):
         trained_and_applied(store, docs, labels=none)
 
 

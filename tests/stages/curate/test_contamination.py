@@ -89,5 +89,5 @@ def test_texts_may_be_given_without_a_model(built):
     made = execute(contamination, ContaminationConfig(), {"prompts": [prompts], "documents": [documents]}, store)
     assert {row["id"] for row in made.read("scores").to_pylist()} == {"a1", "a2"}  # without its mixture every document counts
     assert json.loads(json.dumps(made.manifest.metrics))["sources"] == f"documents {documents.data_digest[:12]}"
-    with pytest.raises(PunaError, match="no text is given; give what it was trained on"):
+    with pytest.raises(PunaError, match="no training text is given; give its training data"):
         execute(contamination, ContaminationConfig(), {"prompts": [prompts]}, store)

@@ -174,7 +174,7 @@ def test_texts_and_splits_are_looked_for(tmp_path, make_documents):
     # A list of evaluations has no split of its own: none is held out, and all are looked for.
     mine = store.import_table("prompts", pa.Table.from_pylist([row("p1", QUESTION, split="train")]))
     assert dropped({"prompts": [prompts, mine]})[0] == {"b": "trains prompt p1", "c": "trains prompt p2"}
-    with pytest.raises(PunaError, match="has no prompt of the splits train: there is nothing to look for"):
+    with pytest.raises(PunaError, match="has no prompts in the splits train to search for"):
         dropped({"prompts": [store.import_table("prompts", pa.Table.from_pylist([row("p2", other)]))]}, splits=("train",))
-    with pytest.raises(PunaError, match="give prompts or texts to look for"):
+    with pytest.raises(PunaError, match="there is nothing to search for; give prompts or texts"):
         dropped({})

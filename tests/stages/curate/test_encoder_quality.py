@@ -110,7 +110,7 @@ def test_what_is_missing_is_named(tmp_path, make_documents, themed, small_model)
     store = Store.open(tmp_path / "store")
     rows = themed(24)
     documents = make_documents(store, rows)
-    with pytest.raises(PunaError, match="give one encoder"):
+    with pytest.raises(PunaError, match="give exactly one encoder"):
         execute(train_encoder_quality, TrainEncoderQualityConfig(), {"documents": documents}, store)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "x.txt").write_text("x")
@@ -118,7 +118,7 @@ def test_what_is_missing_is_named(tmp_path, make_documents, themed, small_model)
         encoder = External.resolve(str(tmp_path / "none"))[0]
         execute(train_encoder_quality, TrainEncoderQualityConfig(), {"documents": documents, "encoder": encoder}, store)
     model = small_model(store, [text for _, _, text in rows])
-    with pytest.raises(PunaError, match="good and other documents are needed"):
+    with pytest.raises(PunaError, match="needs good documents and others"):
         execute(train_encoder_quality, TrainEncoderQualityConfig(positive_sources=("none",)), {"documents": documents, "model": model}, store)
 
 

@@ -146,9 +146,9 @@ def test_documents_of_other_languages_are_not_judged_and_stay(tmp_path: Path, ma
     rules = [replace(rule, kinds=()) for rule in active_rules(settings) if rule.name.startswith("quality.")]
     table = pa.table({"id": ["a", "b"], "source": ["web", "web"], "quality": [0.5, None], "quality_rank": [0.5, None]})
     assert decide(table, rules)["id"].to_pylist() == ["a"]
-    with pytest.raises(PunaError, match=r"without a classifier the documents' languages are needed.*--set select_model\.quality=null"):
+    with pytest.raises(PunaError, match=r"without a classifier, the documents' languages are needed.*--set select_model\.quality=null"):
         execute(quality, QualityConfig(), {"documents": documents}, store)
-    with pytest.raises(PunaError, match="positive='bad': the model that comes with Puna has no classes"):
+    with pytest.raises(PunaError, match="positive='bad': Puna's own model has no classes"):
         execute(quality, QualityConfig(positive="bad"), {"documents": documents, "language": languages}, store)
 
 

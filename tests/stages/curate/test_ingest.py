@@ -273,8 +273,8 @@ def test_links_and_special_files_are_refused_by_name(tmp_path):
     for make, said in (
         (lambda path: path.symlink_to(tmp_path / "secret"), "is a link to"),
         (lambda path: path.symlink_to(folder), "is a link to"),
-        (lambda path: path.symlink_to("nowhere"), "is no file"),
-        (os.mkfifo, "is no file"),
+        (lambda path: path.symlink_to("nowhere"), "is not a regular file"),
+        (os.mkfifo, "is not a regular file"),
     ):
         make(folder / "odd")
         with pytest.raises(PunaError, match=f"odd {said}"):
@@ -766,7 +766,7 @@ def test_files_of_unknown_name_are_read_by_their_first_bytes(tmp_path):
 def test_an_arc_archive_is_refused_as_such(tmp_path, name):
     data = b"filedesc://old.arc 0.0.0.0 20080101000000 text/plain 76\n1 0 Alexa Internet\nURL IP-address Archive-date Content-type Archive-length\n"
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    with pytest.raises(PunaError, match=f"{name}: an ARC archive; make a WARC of it"):
+    with pytest.raises(PunaError, match=f"{name}: ARC archives are not supported; convert it to WARC"):
         read(tmp_path, tmp_path / name)
 
 

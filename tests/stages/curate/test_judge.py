@@ -198,13 +198,13 @@ def test_what_cannot_be_asked_is_named(tmp_path, make_documents, small_model):
     def asked(given=None, **fields):
         return execute(judge, JudgeConfig(**{"prompt": PROMPT, "max_tokens": 64} | fields), given or {"documents": documents, "model": model}, store)
 
-    with pytest.raises(PunaError, match=r"the mark \{text\} once.*has it 0 times"):
+    with pytest.raises(PunaError, match=r"contains \{text\} once.*contains it 0 times"):
         parse(JudgeConfig, {"prompt": "no place"}, "judge")
-    with pytest.raises(PunaError, match="has it 2 times"):
+    with pytest.raises(PunaError, match="contains it 2 times"):
         parse(JudgeConfig, {"prompt": "{text} and {text}"}, "judge")
-    with pytest.raises(PunaError, match="built-in prompts give 5 points"):
+    with pytest.raises(PunaError, match="built-in prompts have 5 points"):
         parse(JudgeConfig, {"max_grade": 9}, "judge")
-    with pytest.raises(PunaError, match="give one checkpoint"):
+    with pytest.raises(PunaError, match="give exactly one checkpoint"):
         asked({"documents": documents})
     with pytest.raises(PunaError, match="more than the 256 that the model reads"):
         asked(max_tokens=240)

@@ -110,7 +110,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path):
     bare = execute(minhash_dedup, MinhashDedupConfig(), {"documents": old}, store)
     base = execute(minhash_dedup, MinhashDedupConfig(keep_index=True), {"documents": old}, store)
     one = execute(minhash_update, StageConfig(), {"documents": new, "previous": [base]}, store)
-    for previous, message in (([bare], "keep_index"), ([one], "one minhash_dedup and then its updates"), ([base], "same id")):
+    for previous, message in (([bare], "keep_index"), ([one], "must be a minhash_dedup and then its updates"), ([base], "same id")):
         given = {"documents": old if previous == [base] else documents(store, rows[30:]), "previous": previous}
         with pytest.raises(PunaError, match=message):
             execute(minhash_update, StageConfig(), given, store)

@@ -139,5 +139,5 @@ def test_ranks_are_within_the_language(tmp_path, make_documents, themed):
 def test_without_examples_it_says_so(tmp_path, make_documents, themed):
     store = Store.open(tmp_path)
     few = make_documents(store, themed(3))
-    with pytest.raises(PunaError, match="needs two classes with labelled documents in every fold; it has good: 1, other: 2"):
+    with pytest.raises(PunaError, match="needs two classes with labelled documents in every fold; there are good: 1, other: 2"):
         execute(train_classifier, SMALL, {"documents": few}, store)

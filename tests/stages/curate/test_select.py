@@ -90,7 +90,7 @@ def test_code_and_reasoning_pages_have_rules_of_their_own(tmp_path, make_documen
     without = execute(select, config(gopher_quality=quality, code_reasoning={**own, **off}), given_, store)
     assert {r["rule"] for r in without.read("dropped").to_pylist()} == {"gopher_quality.min_alphabetic_words"}
     bare = {**given_, "signals": [signals(store, id=ids, words=[60] * 8, alphabetic_word_fraction=[0.9] * 8, code_lines=[0] * 8)]}
-    with pytest.raises(PunaError, match=r"'code_score', which no input carries.*set code_reasoning=null"):
+    with pytest.raises(PunaError, match=r"'code_score', which no input contains.*set code_reasoning=null"):
         execute(select, config(gopher_quality=quality, code_reasoning=own), bare, store)
 
 
@@ -142,7 +142,7 @@ def test_errors_name_what_is_missing(tmp_path, make_documents):
     docs = make_documents(store, [("a", "web", "x"), ("b", "web", "y")])
     one = signals(store, id=["a"], quality=[0.5], quality_rank=[0.5])
     with pytest.raises(
-        PunaError, match=r"rule divergence\.max_excess reads the signal 'token_kl_excess', which no input carries .*quality"
+        PunaError, match=r"rule divergence\.max_excess reads the signal 'token_kl_excess', which no input contains .*quality"
     ):
         execute(select, config(divergence={}), {"documents": docs, "signals": [one]}, store)
     with pytest.raises(PunaError, match="document b has no signals in"):
@@ -150,7 +150,7 @@ def test_errors_name_what_is_missing(tmp_path, make_documents):
     other = signals(store, id=["a", "b"], quality_rank=[0.1, 0.2])
     with pytest.raises(PunaError, match="signal 'quality_rank' is in both"):
         execute(select, config(quality={}), {"documents": docs, "signals": [one, other]}, store)
-    with pytest.raises(PunaError, match="'line_signals', which 0 inputs carry"):
+    with pytest.raises(PunaError, match="'line_signals', which 0 inputs contain"):
         execute(select, config(lines={}), {"documents": docs, "signals": [other]}, store)
 
 
@@ -179,7 +179,7 @@ def test_lines_that_c4_takes_out(tmp_path, make_documents):
     bounds = {f: None for f in type(SelectConfig().gopher_quality).model_fields if f[:3] in ("min", "max")} | {"min_words": 1}
     measured = execute(heuristics.heuristics, heuristics.HeuristicsConfig(min_language_words=1, c4_lines=True), {"documents": docs}, store)
     found = store.import_table("signals", pa.table({"id": list("abcde"), "words": [9, 9, 9, 9, 0]}), c4_lines=measured.read("c4_lines"))
-    with pytest.raises(PunaError, match="'c4_lines', which 0 inputs carry; give the signals of one heuristics stage with c4_lines=true"):
+    with pytest.raises(PunaError, match="'c4_lines', which 0 inputs contain; give the signals of one heuristics stage with c4_lines=true"):
         execute(select, config(lines=lines), {"documents": docs, "signals": [signals(store, id=list("abcde"), words=[9] * 5)]}, store)
     made = execute(select, config(lines=lines, gopher_quality=bounds), {"documents": docs, "signals": [found]}, store)
     kept = [line for line in text.split("\n") if line.strip()[-1:] in {".", "?", "!", '"'} and line.strip()[-3:] != "..." and len(line.split()) > 2]
@@ -221,10 +221,10 @@ def test_a_rule_may_be_a_condition_over_signals(tmp_path, make_documents):
 @pytest.mark.parametrize(
     ("expression", "said"),
     [
-        ("words <", "is no SQL expression"),
+        ("words <", "is not a valid SQL expression"),
         ("words > (select 1)", "has a subquery"),
-        ("avg(words) > 3", "avg is a function of many rows"),
-        ("random() > words", "random gives another value each time"),
+        ("avg(words) > 3", "avg is a function over many rows"),
+        ("random() > words", "random is not deterministic"),
         ("row_number() over () > words", "has a window function"),
         ("nosuch(words)", "there is no function nosuch"),
         ("1 = 1", "reads no signal"),
@@ -242,7 +242,7 @@ def test_a_condition_that_is_none_is_refused(tmp_path, make_documents, expressio
 def test_a_condition_is_checked_against_the_signals_before_anything_runs(tmp_path, make_documents):
     store = Store.open(tmp_path)
     given_ = {"documents": make_documents(store, [("a", "web", "x")]), "signals": [signals(store, id=["a"], words=[1])]}
-    for expression, said in (("wrods > 3", "select.sql.r reads 'wrods', which no input carries; did you mean words"),
+    for expression, said in (("wrods > 3", "select.sql.r reads 'wrods', which no input contains; did you mean words"),
                              ("words + 1", "gives int64; a rule is true or false"), ("lower(words) < 3", "select.sql.r")):  # fmt: skip
         with pytest.raises(PunaError, match=said):
             execute(select, config(sql={"r": expression}), given_, store)
@@ -274,6 +274,6 @@ def test_rules_of_other_packages_are_groups_like_all_others(tmp_path, make_docum
     for field, given in (("groups", ["calm"]), ("sql", ["words < 50"])):
         with pytest.raises(PunaError, match=rf"select.{field}: .*give (groups|rules) by name with their"):
             parse(SelectConfig, {field: given}, "select")
-    with pytest.raises(PunaError, match=r"'signs_of_test' is no group of rules .*; did you mean signs_of_tests\?"):
+    with pytest.raises(PunaError, match=r"'signs_of_test' is not a rule group .*; did you mean signs_of_tests\?"):
         config(groups={"signs_of_test": {}})
 

@@ -122,5 +122,5 @@ def test_two_encoders_are_refused(tmp_path, make_documents, small_model):
     given = {"documents": make_documents(store, [("a", "web", "some text")]), "model": small_model(store, ["some text"] * 200)}
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text("{}")
-    with pytest.raises(PunaError, match="semantic_dedup: give one encoder"):
+    with pytest.raises(PunaError, match="semantic_dedup: give exactly one encoder"):
         execute(semantic_dedup, SemanticDedupConfig(), {**given, "encoder": External.resolve(f"bert={tmp_path / 'bert'}")[0]}, store)

@@ -198,7 +198,7 @@ def test_a_definition_that_gives_another_type_is_named(tmp_path, make_documents,
     store = Store.open(tmp_path)
     documents = make_documents(store, [("a", "web", "x")])
     config = parse(HeuristicsConfig, {"signals": ["wrong_kind"]}, "heuristics")
-    with pytest.raises(PunaError, match=r"signal wrong_kind: its definition gave 'x' \(str\) and declares float"):
+    with pytest.raises(PunaError, match=r"signal wrong_kind: its definition returned 'x' \(str\) but declares float"):
         execute(heuristics, config, {"documents": documents}, store)
     del SIGNALS["wrong_kind"]
 

@@ -138,5 +138,5 @@ def test_a_model_of_others_is_imported_and_applied(world, tmp_path, make_documen
     assert good["quality"].to_pylist() == [pytest.approx(scores["classifier_score"].to_pylist()[0], abs=1e-6), *[pytest.approx(0, abs=0.1)] * 2]
     (tmp_path / "broken.bin").write_bytes(b"nothing")
     (broken,) = External.resolve(str(tmp_path / "broken.bin"))
-    with pytest.raises(PunaError, match=r"broken.bin is no fastText model"):
+    with pytest.raises(PunaError, match=r"broken.bin is not a fastText model"):
         execute(import_classifier, ImportClassifierConfig(), {"model": broken}, store)

@@ -55,7 +55,7 @@ def test_what_was_asked_otherwise_is_not_compared(store: Store, model: Callable[
     rows, remarks = differences(scores_of([plain]), scores_of([letters]))
     assert not rows and remarks == ["mine: format plain, cloze and plain, letters"]
     assert differences(scores_of([plain]), scores_of([few]))[1] == ["mine: fewer than two questions in common"]
-    with pytest.raises(PunaError, match="was not asked any task; `puna evaluate"):
+    with pytest.raises(PunaError, match="has not been evaluated on any task; run `puna evaluate"):
         evaluations_of(model(3), [plain])
 
 
@@ -68,4 +68,4 @@ def test_holm() -> None:
 def test_tasks_of_two_versions_are_not_compared(store: Store, model: Callable[..., Artifact], task: Callable[..., External]) -> None:
     made = [asked(store, model(seed), task(ROWS[:4], metadata={"version": seed + 1.0}, **CHOICE)) for seed in (0, 1)]
     rows, remarks = differences(*(scores_of([one]) for one in made))
-    assert rows == [] and remarks == ["mine: its task file or data are not the same: ask both models the same file; version 1.0 and 2.0"]
+    assert rows == [] and remarks == ["mine: its task file or data differ; evaluate both models on the same file; version 1.0 and 2.0"]

@@ -42,7 +42,7 @@ def test_a_candidate_that_gets_worse_on_a_benchmark_is_refused(
     assert words in reason(rise / 2) and "text (bits_per_byte)" not in reason(rise * 2)
     assert ("mine (acc)" in reason(0)) == (second["mine"] < first["mine"])
     assert "text" not in str(execute(gate, GateConfig(min_gain=-1, max_fall=0), inputs, store).manifest.metrics["reason"])
-    with pytest.raises(PunaError, match="give both, or neither"):
+    with pytest.raises(PunaError, match="give both or neither"):
         execute(gate, GateConfig(), {**inputs, "benchmark_after": found}, store)
-    with pytest.raises(PunaError, match="benchmark_after, evaluation/.* is no evaluation of model/"):
+    with pytest.raises(PunaError, match="benchmark_after, evaluation/.* is not an evaluation of model/"):
         execute(gate, GateConfig(), {**inputs, **own, "benchmark_after": known}, store)

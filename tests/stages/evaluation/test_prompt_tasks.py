@@ -58,9 +58,9 @@ def test_prompts_that_cannot_be_scored_are_refused_by_their_names(store: Store, 
     ):
         with pytest.raises(PunaError, match=message):
             execute(benchmark, BenchmarkConfig(), {"model": given, "prompts": [prompts(store, **change)]}, store)
-    with pytest.raises(PunaError, match="has no examples to show before a question: leave shots out"):
+    with pytest.raises(PunaError, match="has no few-shot examples; leave shots out"):
         execute(benchmark, BenchmarkConfig(shots=2), {"model": given, "prompts": [prompts(store)]}, store)
-    with pytest.raises(PunaError, match="give tasks or prompts to ask"):
+    with pytest.raises(PunaError, match="give tasks or prompts"):
         execute(benchmark, BenchmarkConfig(), {"model": given}, store)
 
 

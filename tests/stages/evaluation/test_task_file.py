@@ -29,11 +29,11 @@ def loaded(external: External, limit: int | None = None, shots: int | None = Non
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    (text(process_docs="f"), "t.yaml: the key 'process_docs' is not supported; supported are task, dataset_path"),
-    (b"task: t\nprocess_docs: !function utils.docs\n", "t.yaml: !function utils.docs names a function of Python, which is not run"),
+    (text(process_docs="f"), "t.yaml: the key 'process_docs' is not supported; use task, dataset_path"),
+    (b"task: t\nprocess_docs: !function utils.docs\n", "t.yaml: !function utils.docs names a Python function, which is not run"),
     (text(dataset_path="gsm8k"), "dataset_path: Input should be 'json', 'parquet' or 'csv'"),
     (text(fewshot_config={"sampler": "default"}), "fewshot_config.sampler: Input should be 'first_n'"),
-    (text(metric_list=[{"metric": "f1"}]), "metric_list: 'f1' is not supported for generate_until; there are exact_match"),
+    (text(metric_list=[{"metric": "f1"}]), "metric_list: 'f1' is not supported for generate_until; use exact_match"),
     (text(metric_list=[{"metric": "exact_match", "aggregation": "median"}]), "the aggregation 'median' is not supported, only mean"),
     (text(metric_list=[{"metric": "exact_match", "hf_evaluate": True}]), "hf_evaluate: no such field"),
     (text(filter_list=[{"name": "x", "filter": [{"function": "custom"}]}]), "the function 'custom' is not supported"),
@@ -42,7 +42,7 @@ def loaded(external: External, limit: int | None = None, shots: int | None = Non
     (text(output_type="multiple_choice"), "multiple_choice needs doc_to_choice"),
     (text(output_type="loglikelihood"), "output_type: Input should be 'multiple_choice'"),
     (b"task: [", "t.yaml is not YAML"),
-    (b"- 1", "t.yaml is no task file: it holds no keys"),
+    (b"- 1", "t.yaml is not a task file: it holds no keys"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(given: bytes, message: str) -> None:
     with pytest.raises(PunaError) as refused:
@@ -140,10 +140,10 @@ ANSWERS = {"doc_to_text": "q", "doc_to_target": "{{right}}"}
         ({"right": []}, CHOICES, "doc_to_target, row 2: no right one among 5 options"),
         ({"options": []}, CHOICES, "doc_to_target, row 2: no right one among 0 options"),
         ({"options": ["é"], "right": 0}, CHOICES, "doc_to_target, row 2: no right one among 1 options"),
-        ({"options": ["a", ""]}, CHOICES, "doc_to_choice, row 2: is no list of texts"),
-        ({"options": None}, CHOICES, "doc_to_choice, row 2: is no list of texts: None"),
-        ({"q": None}, CHOICES, "doc_to_text, row 2: the template writes a null; it has no q, note"),
-        ({}, CHOICES | {"doc_to_choice": "{{options[0]}}"}, "doc_to_choice, row 1: writes no list: 'red'"),
+        ({"options": ["a", ""]}, CHOICES, "doc_to_choice, row 2: not a list of texts"),
+        ({"options": None}, CHOICES, "doc_to_choice, row 2: not a list of texts: None"),
+        ({"q": None}, CHOICES, "doc_to_text, row 2: the template produces a null; it has no q, note"),
+        ({}, CHOICES | {"doc_to_choice": "{{options[0]}}"}, "doc_to_choice, row 1: does not produce a list: 'red'"),
         ({}, CHOICES | {"num_fewshot": 1, "fewshot_config": {"samples": [FIVE | {"right": 9}]}}, "doc_to_target, row 1: '9' is none of the 5"),
         ({}, ANSWERS | {"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, "filter x: missing \\)"),
         ({"right": "x"}, ANSWERS | {"verifier": "numeric"}, "verifier, row 2: prompt .* its reference 'x' holds no number"),

@@ -85,7 +85,7 @@ def test_scores_of_a_fine_tuning(store: Store, model: Callable[..., Artifact], t
     assert list(asked) == [2, 4, 5] and made.path("model.safetensors").read_bytes() == execute(sft, config, given, store).path("model.safetensors").read_bytes()
     measured = execute(benchmark, BenchmarkConfig(), {"model": made, "tasks": tasks}, store).manifest.metrics
     assert asked[5] == measured["mine_acc"] and scores(made, "numbers_verified")[5] == measured["numbers_verified"]
-    with pytest.raises(PunaError, match="only engine puna asks tasks"):
+    with pytest.raises(PunaError, match="only engine=puna evaluates tasks"):
         execute(sft, config.replace(engine="trl"), given | {"tasks": tasks}, store)
 
 
@@ -96,7 +96,7 @@ def test_a_task_that_needs_a_judge_is_refused_before_the_training(store: Store, 
             "messages": dump([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])}  # fmt: skip
     rows = store.import_table("instructions", pa.Table.from_pylist([turn], schema=table_schema("instructions").schema))
     for one, message in (
-        (judged, r"task.yaml: verifier judge needs a language model, but the input `judges` has none; no judge is asked during a training"),
+        (judged, r"task.yaml: verifier judge needs a language model, but the input `judges` has none; judges are not available during training"),
         (broken, "there is no verifier 'numerik'; did you mean numeric"),
     ):
         with pytest.raises(PunaError, match=message):

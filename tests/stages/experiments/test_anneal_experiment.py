@@ -78,7 +78,7 @@ def planted(own: float, shuffled: float, default: float, noise: float, shuffled_
         (planted(0.2, 0.05, -0.05, 0.3), "its gain over the default mix may be as low as"),
         (planted(0.019, -0.1, 0.0, 0.0), "its gain over the default mix may be as low as 0.019"),
         (planted(0.2, 0.19, 0.0, 0.0), "its gain over its own words shuffled may be as low as 0.010"),
-        (planted(0.2, 0.05, -0.3, 0.0), "the default text's loss may rise by 0.300 more than with its words shuffled"),
+        (planted(0.2, 0.05, -0.3, 0.0), "the loss on default text may rise by 0.300 more than with its words shuffled"),
         # What fewer default tokens cost is no fault of the set.
         (planted(0.2, 0.05, -0.3, 0.0, -0.25), ""),
     ],
@@ -100,7 +100,7 @@ def test_copies_count_once(store, corpus, given) -> None:
     assert "trials" not in made.tables and made.manifest.metrics["accepted_sets"] == 0
     often = SETTINGS.replace(max_repeats=1000)
     made = execute(anneal_experiment, often, {**given, "documents": store.import_table("documents", copied)}, store)
-    assert made.manifest.metrics["verdict_candidate"] == "refused: 12% of its documents are different, under least_different"
+    assert made.manifest.metrics["verdict_candidate"] == "refused: 12% of its documents are different, less than least_different"
 
 
 def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
@@ -144,7 +144,7 @@ def test_a_set_of_one_document_is_refused_alone(store, three) -> None:
     assert {row["category"] for row in made.read("weights").to_pylist()} == {"code", "high", "low"}
     assert [name for name in made.manifest.metrics if name.startswith("verdict")] == ["verdict_low"]
     verdicts = execute(anneal_experiment, SETTINGS, three, store).manifest.metrics
-    assert verdicts["verdict_code"] == "refused: it has one document: one is needed to train on and one to measure the loss on"
+    assert verdicts["verdict_code"] == "refused: it has only one document, but needs one to train on and one to measure the loss on"
     assert all(verdicts[f"verdict_{name}"].startswith("refused: its gain over the default") for name in ("high", "low"))
     alone = execute(anneal_experiment, SETTINGS.replace(sets=("code",)), three, store)
     assert alone.manifest.metrics["accepted_sets"] == 0 and "trials" not in alone.tables

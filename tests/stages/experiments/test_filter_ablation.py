@@ -86,7 +86,7 @@ def test_kept_documents_are_a_group_of_their_own_where_rules_drop_more(store, co
 
 def test_what_is_no_selection_is_refused(store, given) -> None:
     for wrong in (given["documents"], store.import_table("documents", given["documents"].read(), dropped=given["selected"].read("dropped").slice(0, 0))):
-        with pytest.raises(PunaError, match="keeps or drops next to nothing"):
+        with pytest.raises(PunaError, match="keeps or drops almost nothing"):
             execute(filter_ablation, SETTINGS, {**given, "selected": wrong}, store)
 
 

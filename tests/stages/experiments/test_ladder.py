@@ -65,7 +65,7 @@ def test_a_forecast_has_the_ladders_schedule(store, given, few_steps: None) -> N
     old = SimpleNamespace(id="old", tables=("points",), manifest=made.manifest, read=lambda name: table)
     assert {row["decay_share"] for row in read_points([old], LawConfig(), run)} == {0.5}  # type: ignore[list-item, arg-type]
     old.manifest = SimpleNamespace(config={})
-    with pytest.raises(PunaError, match="in what share of the steps the rate fell to 0: run law again"):
+    with pytest.raises(PunaError, match="the share of steps in which the learning rate decays; run law again"):
         chosen_sizes._recipe_of(None, read_points([old], LawConfig(), run))  # type: ignore[arg-type, list-item]
 
 
@@ -117,7 +117,7 @@ def test_budgets_that_are_too_small_are_refused_before_any_run(store, given, mon
         execute(ladder, SETTINGS, given, store)
     with pytest.raises(PunaError, match="above max_flops=1e\\+06; leave the width out"):
         execute(ladder, SETTINGS.model_copy(update={"max_flops": 1e6}), given, store)
-    for wrong, message in (({"widths": (16, 12, 8)}, "must be positive and rise"), ({"widths": (8, 12, 13)}, "does not divide")):
+    for wrong, message in (({"widths": (16, 12, 8)}, "must be positive and increase"), ({"widths": (8, 12, 13)}, "does not divide")):
         with pytest.raises(ValidationError, match=message):
             LadderConfig(model=MODEL, **wrong)
 
@@ -279,8 +279,8 @@ def test_a_size_grows_no_faster_than_any_published_law(times: float) -> None:
 
 def test_wrong_budgets_are_refused(store) -> None:
     for wrong, message in (
-        ({}, "give one of flops, hours and tokens, not none"), ({"flops": 1e9, "hours": 1}, "not flops and hours"),
-        ({"tokens": 100}, "tokens without a model"), ({"flops": 1e9, "gpu": "H100"}, "gpu belongs to hours"),
+        ({}, "give exactly one of flops, hours and tokens, not none"), ({"flops": 1e9, "hours": 1}, "not flops and hours"),
+        ({"tokens": 100}, "tokens needs a model"), ({"flops": 1e9, "gpu": "H100"}, "gpu applies to hours"),
     ):  # fmt: skip
         with pytest.raises(ValidationError, match=message):
             ChooseSizeConfig(**wrong)

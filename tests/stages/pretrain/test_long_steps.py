@@ -87,7 +87,7 @@ def test_the_stage_reports_each_depth_and_length(store, docs, given) -> None:  #
 def test_text_that_asks_the_question_hides_no_passage() -> None:
     one = PASSAGE.replace(key_words=("cat", "dog"), pairs=1)
     assert VOCABULARY.decode(noise_of(["a lake", "see: the cat is six", "salt"], VOCABULARY, one).tolist()) == "a lakesalt"
-    with pytest.raises(PunaError, match="each of 1 texts is empty or holds a passage's question, such as ' the cat is'"):
+    with pytest.raises(PunaError, match="each of 1 texts is empty or contains a passage's question, such as ' the cat is'"):
         noise_of(["x the dog is"], VOCABULARY, one)
 
 

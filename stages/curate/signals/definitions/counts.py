@@ -1,4 +1,4 @@
-"""Llama 3's signals of one document (arXiv 2407.21783, section 3.1.1): coverage by repeated n-grams, and the adult vocabulary."""
+"""Llama 3's signals of a document (arXiv 2407.21783, section 3.1.1): coverage by repeated n-grams, and the adult vocabulary."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def fold(word: str) -> str:
 
 @signal(unit="fraction of words", compiled="heuristics")
 def ngram_coverage(text: str) -> float:
-    """Words inside n-grams seen earlier in the document, digits alike."""
+    """Words inside n-grams seen earlier in the document; all numbers count as equal."""
     return coverage(text, COVERAGE_N)
 
 
 def coverage(text: str, n: int) -> float:
-    """Return the share of words inside n-grams seen earlier in the text; an n-gram counts if at least half of its words have letters."""
+    """Return the share of words inside n-grams seen earlier in the text. N-grams with letters in under half of their words do not count."""
     words = plain_words(text)
     seen: set[tuple[str, ...]] = set()
     covered: set[int] = set()
@@ -38,12 +38,12 @@ def coverage(text: str, n: int) -> float:
 
 @signal(unit="words", compiled="heuristics")
 def dirty_words(text: str) -> int:
-    """Words of the adult vocabulary."""
+    """Words from the adult vocabulary."""
     listed = {word for line in entries("dirty_words.txt") for word in line}
     return sum(fold(word) in listed for word in plain_words(text))
 
 
 @signal(unit="fraction of words", compiled="heuristics")
 def dirty_word_ratio(text: str) -> float:
-    """Share of words of the adult vocabulary."""
+    """Share of words from the adult vocabulary."""
     return dirty_words(text) / max(len(plain_words(text)), 1)

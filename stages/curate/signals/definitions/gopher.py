@@ -15,13 +15,13 @@ DUPLICATE_N = (5, 6, 7, 8, 9, 10)
 
 @signal(unit="words", compiled="heuristics")
 def words(text: str) -> int:
-    """Words with a character that is neither punctuation nor symbol (Gopher)."""
+    """Words with a character that is neither punctuation nor a symbol (Gopher)."""
     return len(plain_words(text))
 
 
 @signal(unit="characters per word", optional=True, compiled="heuristics")
 def mean_word_length(text: str) -> float | None:
-    """Mean length of those words (Gopher); null where most are of a script without spaces."""
+    """Mean length of words other than symbols (Gopher); null if most words are in a script without spaces."""
     results = plain_words(text)
     return None if is_unspaced(text) else sum(map(len, results)) / max(len(results), 1)
 
@@ -61,19 +61,19 @@ def ellipsis_line_fraction(text: str) -> float:
 
 @signal(unit="distinct words", compiled="heuristics")
 def english_stop_words(text: str) -> int:
-    """Distinct words of Gopher's eight English stop words."""
+    """Distinct words among Gopher's eight English stop words."""
     return len(set(entries("stop_words.txt")[0][1:]) & set(words_of(text)))
 
 
 @signal(unit="distinct words", optional=True, compiled="heuristics")
 def stop_words(text: str) -> int | None:
-    """Distinct stop words of the document's language (null: it has no list); if the language is unknown, the most of any language."""
+    """Distinct stop words of the document's language (null if it has no list); for an unknown language, the largest count of any list."""
     return max(len(set(listed) & set(words_of(text))) for _, *listed in entries("stop_words.txt"))
 
 
 @signal(unit="fraction of words", optional=True, compiled="heuristics")
 def stop_word_fraction(text: str) -> float | None:
-    """Words that are stop words of the document's language; null if it has no list or is not known, and for English."""
+    """Words that are stop words of the document's language; null for English, unknown languages and languages without a list."""
     return None
 
 
@@ -81,7 +81,7 @@ def top_gram(text: str, n: int) -> float:
     """Return the length of the most frequent n-gram times its count, as a fraction of the text's length; 0 if no n-gram repeats."""
     results = words_of(text)
     grams = Counter(" ".join(results[i : i + n]) for i in range(len(results) - n + 1))
-    gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # the first in a tie
+    gram, count = max(grams.items(), key=lambda pair: pair[1], default=("", 0))  # ties go to the first
     return len(gram) * count / max(len(text), 1) if count > 1 else 0.0
 
 

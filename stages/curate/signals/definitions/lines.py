@@ -1,4 +1,4 @@
-"""Signals of lines and characters, among them C4's (Raffel et al. 2020, arXiv 1910.10683) and FineWeb's (2406.17557) as in datatrove."""
+"""Signals of lines and characters, including those of C4 (Raffel et al. 2020, arXiv 1910.10683) and FineWeb (2406.17557) in datatrove."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "us
 
 
 def sentences(line: str) -> int:
-    """Return the number of sentences by spaCy's sentencizer: after a terminator, the first non-punctuation word begins a sentence."""
+    """Return the number of sentences as in spaCy's sentencizer: after a terminator, the first word but punctuation starts a sentence."""
     if not line:
         return 0
     words = split_codes(code_points(line))
@@ -40,7 +40,7 @@ def sentences(line: str) -> int:
 
 @lru_cache(maxsize=4)
 def c4(text: str, need_end: bool) -> tuple[int, int, int]:
-    """Return counts: sentences of kept lines, "lorem ipsum" lines, "{" lines before the first such. `need_end`: require punctuation."""
+    """Return counts: sentences in kept lines, "lorem ipsum" lines, and "{" lines before the first of these. `need_end`: see `_of_c4`."""
     results = lorem = curly = 0
     for line in map(str.strip, text.splitlines()):
         words = line.split()
@@ -69,8 +69,8 @@ def _of_c4(name: str, place: int, need_end: bool, meaning: str) -> None:
 
 
 for _prefix, _need_end, _rules in (
-    ("c4", True, "C4's earlier line rules"),
-    ("c4_open", False, "these but the one on terminal punctuation"),
+    ("c4", True, "C4's preceding line rules"),
+    ("c4_open", False, "C4's preceding line rules except terminal punctuation"),
 ):
     _of_c4(f"{_prefix}_sentences", 0, _need_end, f"sentences in the lines that pass {_rules}")
     _of_c4(f"{_prefix}_lorem_ipsum_lines", 1, _need_end, f"lines with 'lorem ipsum' that pass {_rules}")
@@ -96,7 +96,7 @@ def terminated_line_fraction(text: str) -> float:
 
 @signal(unit="fraction of lines", optional=True, compiled="heuristics")
 def short_line_fraction(text: str) -> float | None:
-    """Lines of at most 30 characters (FineWeb); null for scripts without spaces, where that is a sentence."""
+    """Lines of at most 30 characters (FineWeb); null for scripts without spaces, in which 30 characters are a sentence."""
     return None if is_unspaced(text) else sum(len(line) <= 30 for line in inked_lines(text)) / max(len(inked_lines(text)), 1)
 
 
@@ -114,26 +114,26 @@ def repeated_line_character_fraction(text: str) -> float:
 
 @signal(unit="fraction of characters", compiled="heuristics")
 def misread_fraction(text: str) -> float:
-    """Characters that are UTF-8 read as cp1252, such as "Ã©" for "é"."""
+    """Characters that are UTF-8 misread as cp1252, such as "Ã©" for "é"."""
     return sum(len(match) for match in MISREAD.findall(text)) / max(len(text), 1)
 
 
 @signal(unit="characters", compiled="heuristics")
 def characters(text: str) -> int:
-    """Length of the text."""
+    """Length of the text in characters."""
     return len(text)
 
 
 @signal(unit="characters", compiled="heuristics")
 def mean_line_length(text: str) -> float:
-    """Mean line length."""
+    """Mean length of a line."""
     pieces = text.split("\n")
     return sum(map(len, pieces)) / len(pieces)
 
 
 @signal(unit="characters", compiled="heuristics")
 def max_line_length(text: str) -> int:
-    """Longest line."""
+    """Length of the longest line."""
     return max(map(len, text.split("\n")))
 
 
@@ -145,12 +145,12 @@ def alphanumeric_fraction(text: str) -> float:
 
 @signal(unit="lines", compiled="heuristics")
 def code_lines(text: str) -> int:
-    """Lines of code: ending in a brace, or with two brackets, operators and the like beside a pair (), an eighth of what they show."""
+    """Lines that look like code: ending in a brace, or at least two marks such as brackets and operators, one per 8 visible characters."""
     return sum(map(is_code, text.split("\n")))
 
 
 def is_code(line: str) -> bool:
-    """True if a line looks like code. A bullet item or a table row (over a third digits, or neither letters nor only marks) does not."""
+    """True if a line looks like code. Bullet items, lines over a third digits, and lines with neither letters nor only marks do not."""
     visible = [c for c in line if c not in " \t\r\v\f"]
     marks, digits = sum(c in MARKS for c in visible), sum(c in "0123456789" for c in visible)
     letters = any(c.isascii() and c.isalpha() for c in visible)

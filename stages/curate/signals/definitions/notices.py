@@ -1,4 +1,4 @@
-"""Signals of boilerplate pages: terms and policies in seven European languages, and English notices that replace a page."""
+"""Signals of boilerplate pages: terms and policies in seven European languages, and English notices in place of a page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SPEAKERS = frozenset((
     "votre", "vos", "nosotros", "nuestra", "nuestro", "nuestros", "usted", "noi", "nostro", "nostra", "nostri", "tuo", "tua",
     "tuoi", "tue", "wij", "ons", "onze", "je", "uw", "nós", "nosso", "nossa", "nossos", "você",
 ))  # fmt: skip
-"""Words for the writer and the reader in terms and policies. Laws and articles have many of the same phrases, but without these words."""
+"""Words for the writer and the reader in terms and policies. Laws and articles share many phrases with these, but lack such words."""
 NOTICE_WORDS = 100
 
 
 @lru_cache(maxsize=4)
 def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, ...]]]:
-    """Return the indices of the plain words inside listed phrases of `kind` (`legal` or `notice`), and the listed phrases found."""
+    """Return the indices of non-symbol words inside listed phrases of `kind` (`legal` or `notice`), and the phrases found."""
     listed = {entry[1:] for entry in entries("notices.txt") if entry[0] == kind}
     words = tuple(map(fold, plain_words(text)))
     inside: set[int] = set()
@@ -36,8 +36,8 @@ def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, 
 
 @signal(unit="fraction of words", compiled="heuristics")
 def legal_phrase_ratio(text: str) -> float:
-    """Words in phrases of terms of use, privacy and cookie policies; 0 for a text with fewer than 8 different ones, or with fewer than 2
-    that have we or you in them.
+    """Words in phrases from terms of use, privacy and cookie policies; 0 for a text with fewer than 8 different phrases, or fewer than 2
+    that contain we or you.
     """
     inside, matches = phrases(text, "legal")
     spoken = sum(not SPEAKERS.isdisjoint(phrase) for phrase in matches)
@@ -47,8 +47,8 @@ def legal_phrase_ratio(text: str) -> float:
 
 @signal(unit="fraction of words", compiled="heuristics")
 def notice_ratio(text: str) -> float:
-    """Words of lines with a phrase that stands in place of a page: JavaScript or a login is asked for, or there is an error. At most 100
-    count: a notice is short, and what goes on is an article about such things.
+    """Words in lines with a phrase that stands in place of a page, such as an error or a request for JavaScript or a login. At most 100
+    words count, since notices are short; a longer text is an article about such things.
     """
     inside, _ = phrases(text, "notice")
     first = total = 0

@@ -1,4 +1,4 @@
-"""Views of a text that several definitions share."""
+"""Derived views of a text that several definitions share."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def words_of(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def plain_words(text: str) -> tuple[str, ...]:
-    """Return the words with a character that is neither punctuation nor symbol."""
+    """Return the words that contain a character that is neither punctuation nor a symbol."""
     return tuple(word for word in words_of(text) if not all(has(c, SYMBOL) for c in word))
 
 
 def is_unspaced(text: str) -> bool:
-    """True if most words are of a script that is written without spaces."""
+    """True if most words are in a script that is written without spaces."""
     words = plain_words(text)
     return 2 * sum(has(word[0], SINGLE) for word in words) > len(words)
 
@@ -49,6 +49,6 @@ def seen_before(pieces: Iterable[str]) -> tuple[int, int]:
 
 @lru_cache(maxsize=2)
 def entries(name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the lines of a list in the data folder, split into words, without comments and empty lines."""
+    """Return the lines of a word list in the data folder, split into words, without comments and empty lines."""
     text = (DATA / name).read_text(encoding="utf-8")
     return tuple(tuple(line.split()) for line in text.splitlines() if line and not line.startswith("#"))
