@@ -46,7 +46,7 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def checkpoint_at(path: Path) -> Iterator[None]:
-    """Raise an error of what is read within the context as a CheckpointError that names `path`."""
+    """Convert errors raised within the context to a CheckpointError that names `path`."""
     try:
         yield
     except CheckpointError:
@@ -166,7 +166,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """Return the padding token's id or None. A reward model's is no stop token: the reward is read at the last real token."""
+    """Return the padding token's id or None. A reward model must not pad with a stop token: it reads the reward at the last real token."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)

@@ -218,7 +218,7 @@ def _check_awq(settings: Mapping[str, Any]) -> None:
     values = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
     for name, supported in values.items():
         if settings.get(name) not in supported:
-            raise ValueError(f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {supported[0]!r})")
+            raise ValueError(f"quantization_config.{name} = {settings.get(name)!r} is not supported (only {supported[0]!r})")
 
 
 def unpack(packed: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Lookup(Pace):
 
 @dataclass(eq=False)
 class Answer:
-    """An unfinished answer. `tokens`: the prompt's and the answer's; `pages` hold the first `computed` of them, without the `fallen`."""
+    """An unfinished answer. `tokens`: prompt and answer; `pages` hold the first `computed` tokens, except dropped ones (`fallen`)."""
 
     request: Request
     number: int

@@ -101,7 +101,7 @@ class Trial:
         try:
             answer = _process.ask((text, markup), self._key, self._given, SECONDS + len(text) / 1e6)
         except LimitError as error:
-            raise ValueError(f"the tokenizer is stopped on a text of {len(text):,} characters: {error}; see {self._why}") from error
+            raise ValueError(f"the tokenizer exceeds a limit on a text of {len(text):,} characters: {error}; see {self._why}") from error
         if (message := answer.get("error")) is not None:
             raise ValueError(f"the tokenizer fails on a text of {len(text):,} characters: {message}; see {self._why}")
 

@@ -24,7 +24,7 @@ from puna.storage import PunaError, errors_at
 
 Row = Mapping[str, Any]
 ROWS = 32  # rows of one request
-SECONDS = 5.0  # seconds of computing for one request
+SECONDS = 5.0  # seconds of CPU time for one request
 FAULTS = (jinja2.TemplateError, re.error, TypeError, ValueError, SyntaxError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 

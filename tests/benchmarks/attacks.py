@@ -6,7 +6,7 @@
 pages that fail, are answered to another site, change the store, fetch an address or end the server; `cross_site_effects`: those of them
 that another site's page sends. `answers_ended`: requests to a model that end others' answers. `model_files_accepted`,
 `adapters_merged`, `texts_encoded` and `templates_rendered`: hostile files, adapters, texts for hostile tokenizers and chat templates that
-are not refused within 2 s of computing. `rot_committed_wrong`: flipped bits of committed
+are not refused within 2 s of CPU time. `rot_committed_wrong`: flipped bits of committed
 files that a stage commits a wrong result of, and `rot_raw_errors`: those that end in an error that does not name the artifact.
 `sandbox_over_limit`: programs that hold memory which their limit does not count. `tests_fooled`: hostile answers that pass a test.
 """
@@ -36,7 +36,7 @@ from tests.reliability.cases_rot import rot_cases  # noqa: E402
 from tests.security import cases_code, cases_doors, cases_fooled, cases_models, cases_verify  # noqa: E402
 
 LIMIT = 2.0
-"""Seconds of computing within which a hostile file or template is refused."""
+"""Seconds of CPU time within which a hostile file or template is refused."""
 
 
 def code_from_data(folder: Path) -> dict[str, int]:

@@ -129,7 +129,7 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     plain = puna("generate", folder, "to be", *options)
     assert puna("generate", folder, "to be", *options, "--speculate", "4") == plain
     file.write_text('{"not": {}}')
-    with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be kept to"):
+    with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be enforced"):
         puna("generate", folder, "to be", "--schema", str(file))
     with pytest.raises(PunaError, match="give one of them"):
         file.write_text("{}")
@@ -194,7 +194,7 @@ def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path)
     other = Tokenizer.train(["something else is said here, of other words"], 280)
     assert other.vocab_size == TOKENIZER.vocab_size
     save(MODEL, smaller, other)
-    with pytest.raises(PunaError, match="the draft has another tokenizer than the model"):
+    with pytest.raises(PunaError, match="the draft has a different tokenizer from the model"):
         puna("generate", folder, "x", "--draft", str(smaller))
 
 

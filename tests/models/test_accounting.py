@@ -187,7 +187,7 @@ def test_step_time_and_intensity_by_hand() -> None:
     values = [accounting.intensity(config, [n]) for n in (1, 10, 100, 10_000)]
     assert values == sorted(values)
     assert Machine.gpu("NVIDIA H100 80GB HBM3").matrix_flops == pytest.approx(0.75 * 989e12)
-    with pytest.raises(ValueError, match="there are no rates of 'TPU'"):
+    with pytest.raises(ValueError, match="no rates are known for 'TPU'"):
         Machine.gpu("TPU")
 
 

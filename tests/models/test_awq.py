@@ -79,7 +79,7 @@ def test_a_checkpoint_is_read_to_the_number(tmp_path):
 def test_other_layouts_are_refused_by_name(tmp_path, name, value):
     quantised(tmp_path)
     edit(tmp_path, {**SETTINGS, name: value})
-    with pytest.raises(CheckpointError, match=rf"quantization_config.{name} = {value!r} is not read here"):
+    with pytest.raises(CheckpointError, match=rf"quantization_config.{name} = {value!r} is not supported"):
         load(tmp_path)
 
 

@@ -204,7 +204,7 @@ def test_a_prompt_that_opens_a_thought_is_mended_by_enable_thinking():
         ("llama3", [*say("Q"), {"role": "assistant", "content": "A", "reasoning": "because"}], "turn 1: the template does not write its reasoning"),
         ("qwen2_5", [*say("Q"), {"role": "assistant", "content": [{"type": "text", "text": "A"}]}], "turn 1: its content is a list, not text"),
         ("qwen2_5", say("Q", "A<|im_end|>"), r"turn 1: it writes out the control token <\|im_end\|>"),
-        ("qwen2_5", say("Q"), "turn 0: no turn is the assistant's"),
+        ("qwen2_5", say("Q"), "turn 0: no turn has the role assistant"),
         ("qwen2_5", [{"content": "Q"}], "turn 0: it names no role"),
     ],
 )  # fmt: skip
@@ -215,9 +215,9 @@ def test_what_cannot_be_masked_is_refused(name: str, messages: list[dict[str, An
 
 
 def test_a_template_without_an_end_or_with_text_behind_it_is_refused():
-    with pytest.raises(ChatError, match="turn 1: the template writes no stop token behind the answer"):
+    with pytest.raises(ChatError, match="turn 1: the template writes no stop token after the answer"):
         chatml("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}").render(say("Q", "A"))
-    with pytest.raises(ChatError, match="turn 1: the template writes 'Goodbye' behind the end of the answer"):
+    with pytest.raises(ChatError, match="turn 1: the template writes 'Goodbye' after the end of the answer"):
         chatml("{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}{% if not add_generation_prompt %}Goodbye{% endif %}").render(
             say("Q", "A")
         )

@@ -136,7 +136,7 @@ def test_logprobs_are_at_the_temperature_or_refused(folder, stand_in):
 def test_what_cannot_be_is_told_before(monkeypatch):
     with pytest.raises(ValueError, match="speculate must be 0, weights same or fp8"):
         ServingSettings(engine="vllm", weights="int8")
-    with pytest.raises(ValueError, match="memory 4: vLLM is told a share of the GPU, gpu_memory; leave memory out"):
+    with pytest.raises(ValueError, match="memory 4: vLLM takes the share gpu_memory of the GPU's memory; leave memory out"):
         ServingSettings(engine="vllm", memory=4)
     monkeypatch.setattr("puna.models.serving.find_spec", lambda name: None)
     assert ServingSettings(engine="vllm").unmet("serving") == ["serving.engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"]

@@ -71,7 +71,7 @@ def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks_and_the_engine_goes
 @pytest.mark.parametrize("layout, variant, problem", [
     ({"tensor": 2}, "moe", "layout.tensor = 2: a model with experts or latent attention"), ({"pipeline": 2}, "moe", "a model with experts"),
     ({"tensor": 2}, "capped", "logits are capped"), ({"pipeline": 4}, "plain", "the model has 3 layers only"),
-    ({"pipeline": 2, "virtual_stages": 2}, "plain", "pipeline 2 (virtual_stages 2): answers pass one stage of a process"),
+    ({"pipeline": 2, "virtual_stages": 2}, "plain", "pipeline 2 (virtual_stages 2): generation runs one stage per process"),
 ], ids=str)  # fmt: skip
 def test_models_that_no_test_proves_are_refused(ranks: Run, layout: dict[str, int], variant: str, problem: str) -> None:
     for own in ranks("answered", Layout(**layout).processes, layout=layout, variant=variant, layers=3 + ("virtual_stages" in layout)):
@@ -79,9 +79,9 @@ def test_models_that_no_test_proves_are_refused(ranks: Run, layout: dict[str, in
 
 
 def test_layouts_that_answer_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="layout.shard: answers come from groups by tensor or pipeline"):
+    with pytest.raises(ValueError, match="layout.shard: generation supports only tensor, pipeline and data"):
         ServingSettings(layout={"shard": 2})
-    with pytest.raises(ValueError, match="layout.virtual_stages: answers pass one stage of a process; leave virtual_stages out"):
+    with pytest.raises(ValueError, match="layout.virtual_stages: generation runs one stage per process; leave virtual_stages out"):
         ServingSettings(layout={"pipeline": 2, "virtual_stages": 2})
     with pytest.raises(ValueError, match="layout pipeline 2: stages of layers draw answers only"):
         BenchmarkConfig(serving={"layout": {"pipeline": 2}})

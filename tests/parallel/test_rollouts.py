@@ -95,7 +95,7 @@ def test_weights_are_sent_in_bf16(ranks: Run) -> None:
 
 
 def test_a_rank_that_hangs_is_named(ranks: Run) -> None:
-    assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has shown no sign of life for ")
+    assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has sent no heartbeat for ")
 
 
 def test_a_rank_that_scores_for_longer_than_the_timeout_is_alive(ranks: Run) -> None:
@@ -125,7 +125,7 @@ def test_what_no_test_proves_is_refused() -> None:
         GrpoSettings(generate=1, compute={"layout": {"data": 2, "shard": 2}})
     with pytest.raises(PunaError, match="grpo: generate = 1 needs 2 processes at least; start with --processes"):
         check(grpo, GrpoConfig(generate=1))
-    with pytest.raises(ValueError, match="generate 3 is no number of groups of generate_tensor 2 processes"):
+    with pytest.raises(ValueError, match="generate 3 is not a multiple of generate_tensor 2 processes"):
         GrpoSettings(generate=3, generate_tensor=2)
     with pytest.raises(ValueError, match="generate = 1 needs 2 processes at least, and 1 run"):
         Groups(generate=1)

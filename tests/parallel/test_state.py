@@ -100,7 +100,7 @@ def test_a_training_goes_on_in_another_layout(ranks: Run, tmp_path: Path, first:
 def test_a_rank_that_cannot_write_ends_the_training_on_all_and_leaves_the_state_before(ranks: Run, tmp_path: Path):
     ranks("trained", 2, layout={"shard": 2}, folder=str(tmp_path), steps=2)
     here, there = ranks("unwritten", 2, folder=str(tmp_path))
-    assert here["error"] == "another rank could not read or write its part of the training's state" and there["error"] == "no space left"
+    assert here["error"] == "another rank could not read or write its part of the training state" and there["error"] == "no space left"
     assert here["states"] == there["states"] == ["step-000000001"]
 
 
@@ -114,14 +114,14 @@ def test_damage_is_an_error_on_all_ranks(ranks: Run, tmp_path: Path, file_is_the
     if not file_is_there:
         file.unlink()
     for message in ranks("refused_state", 2, layout={"shard": 2}, folder=str(tmp_path)):
-        assert "the state of the training is damaged; remove the folder" in message
+        assert "the saved training state is damaged; remove the folder" in message
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"record": "{}", "checksums": 3}', '{"record": "{}", "checksums": {}}'])
 def test_a_damaged_record_is_that_error_too(tmp_path: Path, text: str):
     (tmp_path / "step-000000003").mkdir()
     (tmp_path / "step-000000003" / "state.json").write_text(text)
-    with pytest.raises(ValueError, match=r"step-000000003: the state of the training is damaged; remove the folder to begin anew"):
+    with pytest.raises(ValueError, match=r"step-000000003: the saved training state is damaged; remove the folder to begin anew"):
         load(tmp_path, {}, {}, SimpleNamespace(gather_texts=lambda text: [text]))  # type: ignore[arg-type]
 
 

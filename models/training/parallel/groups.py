@@ -142,7 +142,7 @@ class Groups:
                 if beats.get(rank) != beat:
                     beats[rank], since[rank] = beat, now
                 elif now - since[rank] > meshes.TIMEOUT.total_seconds():
-                    raise dist.DistError(f"{who} has shown no sign of life for {now - since[rank]:.0f} s")
+                    raise dist.DistError(f"{who} has sent no heartbeat for {now - since[rank]:.0f} s")
             time.sleep(POLL)
         raise AssertionError
 

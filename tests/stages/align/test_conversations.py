@@ -68,7 +68,7 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(tmp_path: Path,
         if learned:
             runs[-1].append(ids[at])
     assert [tokenizer.decode(run) for run in runs] == ["3<|eot_id|>", "2 and 2<|eot_id|>"]
-    with pytest.raises(PunaError, match="row b: .*no turn is the assistant's"):
+    with pytest.raises(PunaError, match="row b: .*no turn has the role assistant"):
         render_conversation(tokenizer, instruction("b", DIALOGUE[:2]) | {"tools": None})
 
 

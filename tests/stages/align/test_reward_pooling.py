@@ -90,7 +90,7 @@ def test_the_model_says_how_its_reward_is_read(tmp_path: Path, tiny_model: Tiny,
             export_model(made["mean"], tmp_path / format, format)
     export_model(made["last"], tmp_path / "hf")
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").config.num_labels == 1
-    with pytest.raises(ValueError, match="transformers is not told where one begins; train with pooling=last"):
+    with pytest.raises(ValueError, match="whose start transformers does not know; train with pooling=last"):
         PunaForSequenceClassification.from_pretrained(made["mean"].path())
     with pytest.raises(PunaError, match=r"config\.json differs"):
         execute(average, AverageConfig(), {"models": [made["mean"], made["last"]]}, store)

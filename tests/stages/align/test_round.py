@@ -170,7 +170,7 @@ def test_a_window_forgets_and_takes_no_draft(tmp_path: Path, tiny_model: Tiny) -
     assert sample.needs is not None
     unmet = sample.needs(config.replace(serving=serving), Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, None))
     assert unmet == ["serving.window: a draft needs all tokens; leave the draft out, or window"]
-    for refused, told in (({"sinks": 16}, "only with a window"), ({"engine": "vllm", "window": 64}, "vLLM has no window"), ({"window": 40}, "multiple of 16")):
+    for refused, told in (({"sinks": 16}, "only with a window"), ({"engine": "vllm", "window": 64}, "vLLM supports no window"), ({"window": 40}, "multiple of 16")):
         with pytest.raises(ValueError, match=told):
             ServingSettings(**refused)
 

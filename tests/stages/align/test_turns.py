@@ -224,7 +224,7 @@ def test_replies_of_others_code_and_of_programs(tmp_path: Path, tiny_model: Tiny
     execute(reply_all, ReplyConfig(), {"policy": tiny_model(store)}, store)
     said = [None if reply is None else [(one["role"], one["content"]) for one in reply[1]] for reply in FOUND]
     assert said == [
-        [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: it takes more than 1 s of computing")],
+        [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: it takes more than 1 s of CPU time")],
         [("tool", "Error: ZeroDivisionError: division by zero (answer.py, line 2)\n42\n")], [("tool", "Error: time")], None, None,
     ]  # fmt: skip
 

@@ -272,7 +272,7 @@ def test_languages_that_the_user_groups_count_together_in_the_vote():
         ("# mine\nlanguage\tscript\twords\twords\nde\tLatn\t1\t2\n", "the column 'words' is there twice, line 2"),
         ("language\tscript\twords\nde\tLatn\tmany\n", "line 2: words is 'many'"),
         ("# mine\n\n# too\nlanguage\tscript\twords\nfr\tLatn\t1\n\nde\tLatn\tmany\n", "line 7: words is 'many'"),
-        ("language\tscript\twords\nde\tLatn\t1\t2\n", "line 2 has 4 cells, the line of names has 3"),
+        ("language\tscript\twords\nde\tLatn\t1\t2\n", "line 2 has 4 cells, the header has 3"),
         ("language\tscript\twords\nde\tLatn\t-1\n", "line 2: words is -1"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_definition_that_hangs_or_explodes_costs_its_document(own, tmp_path, m
     table = execute(heuristics, config, {"documents": documents}, store).read()
     assert table["costly"].to_pylist() == [None, 4, None, None, None, 4]
     assert table["failure"].to_pylist() == [
-        "signal costly: it takes more than 0.5 s of computing", None, "signal costly: it takes more than 0.5 s of computing", "signal costly: MemoryError: ",
+        "signal costly: it takes more than 0.5 s of CPU time", None, "signal costly: it takes more than 0.5 s of CPU time", "signal costly: MemoryError: ",
         "signal costly: its process ended", None,
     ]  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_a_training_goes_on_from_a_model_as_if_it_had_not_ended(store, given) ->
         torch.testing.assert_close(a, b, atol=1e-8, rtol=0, msg=name)
     assert {int(v) for k, v in load_file(on.path(FILE)).items() if k.startswith("state.step.")} == {6}
     assert on.manifest.metrics["optimizer_state_given"] == 1
-    with pytest.raises(PunaError, match="phase b: the state of the training does not fit: .*; or set its optimizer to fresh"):
+    with pytest.raises(PunaError, match="phase b: the saved training state does not fit: .*; or set its optimizer to fresh"):
         execute(pretrain, config(still, optimizer={"name": "muon"}), {**given, "model": first}, store)
     # Before a run both ways are refused; moments that begin anew are anyone's.
     muon = execute(pretrain, config(phase("a", 1), optimizer={"name": "muon"}), given, store)

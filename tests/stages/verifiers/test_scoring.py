@@ -103,7 +103,7 @@ def test_computing_counts_and_waiting_does_not(tmp_path: Path, monkeypatch: pyte
         busy.setattr(bounded_process, "CLOCK", 200.0)  # a busy machine may give less than a tenth of a core
         (waited, looped), metrics = scored(tmp_path / "store", [(row("a", wait), "1.2"), (row("b", hang), "7")], seconds=0.8)
     assert waited.value == 1.0
-    assert looped.value is None and "takes more than 0.8 s of computing" in looped.detail and metrics["unscored_answers"] == 1
+    assert looped.value is None and "takes more than 0.8 s of CPU time" in looped.detail and metrics["unscored_answers"] == 1
     (slept,), _ = scored(tmp_path / "store", [(row("a", wait), "60")], seconds=0.3)
     assert slept.value is None and "no answer within 3 seconds" in slept.detail
 
