@@ -1,4 +1,4 @@
-"""Answers of groups of ranks that have one model between them: those of one process."""
+"""Answers of groups of ranks that share one model: they equal those of one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from puna.stages.evaluation.benchmark import BenchmarkConfig
 from .conftest import Run
 
 EQUAL = 1e-5
-"""Nats by which a token's log-prob may differ."""
+"""Maximum difference of a token's log-prob in nats."""
 
 
 def check(ranks: Run, layout: dict[str, int], **given: Any) -> list[dict[str, Any]]:
-    """Compare each rank's answers with those of one process; stages of layers have the same bits."""
+    """Compare each rank's answers with those of one process; with pipeline stages, the bits are equal."""
     one, all_ = ranks.alone("answered", **given), ranks("answered", math.prod(layout.values()), layout=layout, **given)
     assert len({finished for row in one["answers"] for *_, finished in row}) == 2, "some end by themselves"
     for own in all_:
@@ -39,7 +39,7 @@ def test_tensor(ranks: Run, variant: str, by_loops: bool) -> None:
 @pytest.mark.parametrize("by_loops", [True, False], ids=["loops", "operators"])
 @pytest.mark.parametrize("variant", ["plain", "tied", "biases", "window"])
 def test_pipeline(ranks: Run, variant: str, by_loops: bool) -> None:
-    """Of three layers the first stage has two."""
+    """Of three layers, the first stage has two."""
     first, second = check(ranks, {"pipeline": 2}, variant=variant, by_loops=by_loops)
     assert (first["cache"], second["cache"]) == pytest.approx((2 / 3, 1 / 3)) and max(first["weights"], second["weights"]) < 0.7
 

@@ -1,4 +1,4 @@
-"""A training's state, written by one layout and read by another; a rank that is killed."""
+"""A training state written under one layout and read under another; a killed rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def size(layout: dict[str, int]) -> int:
 
 
 def test_every_layout_reads_the_same_bits(ranks: Run, tmp_path: Path):
-    """States of each layout, after three steps: weights, moments and averages are bit for bit what one process reads. A state is read by
-    its own layout and by half of the others: each two layouts read a state of one of them."""
-    layouts = [layout for layout in LAYOUTS if layout != {"pipeline": 2}]  # of one stage a process, where others have two
+    """States of each layout after three steps: weights, moments and averages equal bit for bit what one process reads. A state is read by
+    its own layout and by half of the others, so that for every two layouts, one of their states is read by both."""
+    layouts = [layout for layout in LAYOUTS if layout != {"pipeline": 2}]  # with one stage per process, where other layouts have two
     for number, writer in enumerate(layouts):
         folder = tmp_path / str(number)
         ranks("trained", size(writer), layout=writer, folder=str(folder), steps=3)
@@ -49,7 +49,8 @@ def test_experts_are_read_by_every_layout(ranks: Run, tmp_path: Path):
 
 @pytest.mark.parametrize("optimizer, variant", [("muon", "plain"), ("galore", "plain"), ("galore", "moe")])
 def test_the_state_of_whole_matrices_is_read_by_every_layout(ranks: Run, optimizer: str, variant: str, tmp_path: Path):
-    """A training goes on in three layouts. Owners write a matrix's state once; that of a stack of experts is cut like its weights."""
+    """A training run continues under three layouts. Owners write a matrix's state once; the state of a stack of experts is split like its
+    weights."""
     given = {"variant": variant, "optimizer": optimizer}
     layouts = [{"expert": 2}, {}, {"shard": 2, "expert": 2}] if variant == "moe" else [{"shard": 2}, {}, {"tensor": 2}]
     losses = ranks.alone("trained", steps=4, **given)["losses"]
@@ -127,7 +128,7 @@ def test_a_damaged_record_is_that_error_too(tmp_path: Path, text: str):
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}], ids=str)
 def test_ranks_map_weights_and_their_fingerprint_is_that_of_one_process(ranks: Run, layout: dict[str, int], tmp_path: Path):
-    """The job compares the fingerprints; tests/benchmarks/parallel.py measures what a rank reads of a large file."""
+    """The job compares the fingerprints; tests/benchmarks/parallel.py measures how much a rank reads of a large file."""
     assert all(own["read"] >= 0 for own in ranks("weights_read", size(layout), layout=layout, folder=str(tmp_path)))
 
 
@@ -150,7 +151,7 @@ def test_ranks_write_the_tokens_together_and_each_reads_its_own_micro_batches(ra
 
 
 def test_all_ranks_read_the_checkpoint_that_the_first_one_sees(ranks: Run, tmp_path: Path) -> None:
-    """A shared folder's listing may be old on another machine."""
+    """On another machine, the listing of a shared folder may be outdated."""
     assert ranks("listed", 2, folder=str(tmp_path)) == [3, 3]
 
 
