@@ -1,4 +1,4 @@
-"""Model files from strangers are refused by one clear error before anything of the size that they claim is allocated."""
+"""Untrusted model files are refused with one clear error before anything of the claimed size is allocated."""
 
 import json
 import sys
@@ -78,7 +78,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 
 
 def test_merges_of_a_small_vocabulary_are_bounded(monkeypatch):
-    """Tokens a…ab…b have merges by the fourth power of their length: a file of 2.7 MB took 1.3 GB."""
+    """Tokens a…ab…b have merges by the fourth power of their length: a file of 2.7 MB used to take 1.3 GB."""
     tokens = ["<unk>", *dict.fromkeys("a" * i + "b" * j for i in range(40) for j in range(41 - i) if i + j)]
     fields = {
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.unknown_token_id": 0,

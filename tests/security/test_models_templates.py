@@ -1,4 +1,4 @@
-"""Chat templates of strangers run in a process of their own, within bounds."""
+"""Untrusted chat templates run in a separate process, within limits."""
 
 import os
 import signal
