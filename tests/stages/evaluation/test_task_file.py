@@ -1,4 +1,4 @@
-"""Task files: what is read, what is refused by name, and programs of strangers within bounds."""
+"""Task files: which are read, which are refused with a clear error, and limits for untrusted programs in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of answers in a stage: each prompt's own verifier, failures, time-outs, models, and the page on one's own verifier."""
+"""Scores of answers in a stage: each prompt's own verifier, failures, time-outs, models, and the docs page on writing a verifier."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ JOBS: list[tuple[dict[str, Any], str]] = []
 
 
 class ScoreAllConfig(StageConfig):
-    """The longest time for an answer."""
+    """The maximum time for an answer."""
 
     seconds: float = Field(10.0, description="Longest computing for an answer")
 
 
 @stage(kind="evaluation", version="1")
 def score_all(config: ScoreAllConfig, run: StageRun) -> None:
-    """Scores of the jobs of a test."""
+    """Score the jobs of a test."""
     scorer = Scorer([row for row, _ in JOBS], ScoringConfig(seconds=config.seconds), run)
     FOUND[:] = scorer.scores(JOBS)
     scorer.report()
@@ -94,7 +94,7 @@ def wait(answer):
 
 
 def test_computing_counts_and_waiting_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine lets an answer wait as one that sleeps does: its score stays the same. One that waits for ever ends, too."""
+    """On a busy machine an answer waits like one that sleeps: its score stays the same. An answer that waits forever is stopped, too."""
     mine = tmp_path / "my_loops.py"
     mine.write_text(SLOW)
     plugins.add(str(mine))
