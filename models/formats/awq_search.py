@@ -68,7 +68,7 @@ def group_of(model: Transformer) -> int:
     inputs = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
     group = next((group for group in GROUPS if all(width % group == 0 for width in inputs)), None)
     if group is None:
-        raise ValueError(f"inputs of {inputs} divide into no groups of {GROUPS}: the model has no form in AWQ's layout")
+        raise ValueError(f"inputs of {inputs} cannot be divided into groups of {GROUPS}, which AWQ's layout needs")
     return group
 
 
