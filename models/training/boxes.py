@@ -54,7 +54,7 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
                 else:
                     continue
                 if tuple(own_shape) != shape:
-                    raise ValueError(f"the saved training state does not fit: {name} is {shape} in it, {tuple(own_shape)} in this model")
+                    raise ValueError(f"the saved training state does not fit: {name} is {shape} there, {tuple(own_shape)} in this model")
                 shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, own, strict=True)]
                 if any(start >= stop for start, stop in shared):
                     continue
@@ -68,7 +68,7 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
     for name, (_, own) in (wanted or {}).items():
         size = math.prod(stop - start for start, stop in own)
         if size and covered.get(name, 0) != size:
-            raise ValueError(f"the saved training state does not fit: of {name} it has {covered.get(name, 0)} of {size} numbers")
+            raise ValueError(f"the saved training state does not fit: it has only {covered.get(name, 0)} of {size} numbers of {name}")
         if not size:
             out[name] = torch.empty([stop - start for start, stop in own])
     return out

@@ -7,7 +7,7 @@ versions included, at shapes small enough for Triton's interpreter; its times me
 
 1. every operator against its fp64 definition; if one is wrong, the script ends here with status 1
 2. training: a Llama-3.2-1B shape, steps of 4 rows of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs utilisation relative to the
-data sheet's dense bf16 rate, peak memory; the same with the layers' matrices in FP8, and with activation checkpointing
+   data sheet's dense bf16 rate, peak memory; the same with the layers' matrices in FP8, and with activation checkpointing
 3. the training step of transformers' model (SDPA, autocast, fused AdamW), if transformers is installed
 4. generation: the same model in bf16, 64 answers of 128 tokens to 8 prompts of 512: tokens/s; and transformers' `generate`
 5. the table of `roofline.py`, with SDPA, varlen, torch.compile and, if installed, Liger-Kernel

@@ -6,11 +6,11 @@ Starts its own ranks, one per GPU, over NCCL. Without a GPU, `--device cpu --ran
 
 1. every exchange of models/training/parallel, against the plain result
 2. each layout that the devices allow: gradients, loss and gradient norm (within 1e-5 in fp32, TF32 off; loss and norm on a GPU 5e-5), the
-weights after two steps (5e-5), a checkpoint in boxes, bit for bit. With one device the groups have one rank. The first row repeats one
-process, which shows the device's noise
+   weights after two steps (5e-5), a checkpoint in boxes, bit for bit. With one device the groups have one rank. The first row repeats one
+   process, which shows the device's noise
 3. tokens per second of a step, in fp32, and in bf16 for data-parallel copies or one process
 4. with one GPU: the same layouts on two and four ranks that share it, over gloo; pipelines are left out, because gloo sends their messages
-only from host memory, and speeds mean nothing
+   only from host memory, and speeds mean nothing
 
 Ends with status 1 if a number differs, a check fails, or no line comes within two minutes. Layouts that are refused on GPUs are shown as
 refused.

@@ -45,7 +45,7 @@ def test_the_mask_is_of_the_tokens_alone():
     for size, token in enumerate(text):
         assert steps[size][token] and not steps[size][TOKENIZER.vocab_size :].any() and not steps[size][list(TOKENIZER.stop_ids)].any()
     assert steps[-1].nonzero()[:, 0].tolist() == sorted(TOKENIZER.stop_ids)
-    with pytest.raises(ValueError, match="left the form"):
+    with pytest.raises(ValueError, match="does not fit its schema"):
         once(TOKENIZER.encode("{"))
 
 

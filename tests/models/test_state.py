@@ -43,7 +43,7 @@ def test_no_state_with_a_flipped_bit_or_cut_short_is_loaded(tmp_path: Path, seed
         else:
             del data[int(generator.integers(len(data))) :]
         file.write_bytes(bytes(data))
-        with pytest.warns(UserWarning, match="the saved training state is damaged"):
+        with pytest.warns(UserWarning, match="the saved training state was damaged"):
             assert load_state(folder) is None
         assert list(folder.iterdir()) == []
 
@@ -94,7 +94,7 @@ def test_a_disk_that_does_not_answer_costs_no_state(tmp_path: Path, monkeypatch:
     found = load_arrays(tmp_path)
     assert found is not None and found[1] == {"step": 5}
     (tmp_path / "step-000000005" / "state.safetensors").unlink()
-    with pytest.warns(UserWarning, match="the saved training state is damaged"):
+    with pytest.warns(UserWarning, match="the saved training state was damaged"):
         assert load_arrays(tmp_path) is None
 
 

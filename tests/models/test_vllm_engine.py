@@ -126,7 +126,7 @@ def test_logprobs_are_at_the_temperature_or_refused(folder, stand_in):
         engine.generate([[1, 2]], dataclasses.replace(warm, top_k=3))
     with pytest.raises(ValueError, match="loaded for other parameters"):
         engine.generate([[1, 2]], dataclasses.replace(warm, temperature=0.0))
-    with pytest.raises(ValueError, match="no masks and no guesses"):
+    with pytest.raises(ValueError, match="neither masks nor speculation"):
         engine.generate([[1, 2]], dataclasses.replace(warm, speculate=3))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[1, 2], []], warm)
