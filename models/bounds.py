@@ -1,4 +1,4 @@
-"""Checks of the sizes and patterns that a model's files declare, and of schemas in requests, before they take memory and time."""
+"""Checks of the sizes and patterns in a model's files, and of schemas in requests, before these take memory and time."""
 
 from __future__ import annotations
 

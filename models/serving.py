@@ -106,7 +106,7 @@ def engine_of(
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
     """Return the engine of a model, with its draft model if there is one; both are quantised in place. `limits`: arguments of `Engine`.
-    `held`: the model under a layout; a pipeline uses only it, unquantised and without a draft. Raise ValueError if tokenizers differ."""
+    `held`: the model under a layout; a pipeline runs it alone: no quantisation, no draft. Raise ValueError if tokenizers differ."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine

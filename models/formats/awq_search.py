@@ -155,7 +155,7 @@ def pack_layers(model: Transformer, rows: Sequence[Sequence[int]], search: bool 
                 linears[name].weight *= s_D
                 inputs_of[name] = inputs_of[name] / s_D
         for name, module in linears.items():
-            # Attention multiplies queries by keys, so the error of one projection says too little: AWQ does not clip these two.
+            # Attention multiplies queries by keys, so the error of one projection is a poor criterion: AWQ does not clip these two.
             cut = search and not name.endswith(("q_proj", "k_proj"))
             whole = round_to_4_bits(module.weight, group, shares_of(inputs_of[name], module.weight, group) if cut else 1.0)
             matrices[f"model.layers.{number}.{name}."] = whole

@@ -117,7 +117,7 @@ def check_files(folder: Path) -> None:
 
 
 def build(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
-    """Return a model with the tensors of `state` as parameters (no copies; changes `state`). Raise CheckpointError if they do not fit."""
+    """Return a model whose parameters are the tensors of `state`, not copies; change `state`. Raise CheckpointError if they do not fit."""
     own_head: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
         model = Transformer(config, head or own_head)

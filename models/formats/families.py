@@ -64,7 +64,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`, wherever transformers' versions write them; raise ValueError for unsupported values."""
+    """Return `rope_theta` and `rope_scaling` from the fields of any transformers version; raise ValueError for unsupported values."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = dict(raw.get(where) or {})
     other = raw.get("rope_scaling") or {}

@@ -28,7 +28,7 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of models outside all families (`model_type` puna). For others, both methods return the family's configuration."""
+    """The configuration of models of no family (`model_type` puna). For other models, both methods return the family's configuration."""
 
     model_type = "puna"
 
@@ -220,7 +220,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         past_key_values: Any = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0, **kwargs: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Return logits [B, T, V] of the last `logits_to_keep` tokens (0: all) or these indices; with `labels` (-100: ignored), a loss."""
+        """Return logits [B, T, V] of the last `logits_to_keep` tokens (0: all; tensor: indices); with `labels` (-100: ignored), a loss."""
         outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = softcap(self.lm_head(outputs.last_hidden_state[:, positions]), self.model.shape.final_logit_softcapping)

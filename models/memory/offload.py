@@ -241,7 +241,7 @@ def exact_pass(model: Transformer) -> Pass:
 
 
 def spread(streamed: int, layers: int) -> list[int]:
-    """Return the indices of the streamed layers, spaced as evenly as possible, so that each is read while others compute."""
+    """Return the indices of the streamed layers, spaced as evenly as possible, so that a layer is read while other layers compute."""
     return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
 
 

@@ -158,7 +158,7 @@ def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:
-    """Return this machine's rates, in a few seconds: the disk's from the first `PROBE_LAYERS` layers, others from the first layer."""
+    """Measure this machine's rates in a few seconds: the disk's on the first `PROBE_LAYERS` layers, the others on the first layer."""
     shell = Shell(source.config)
     shell.put(source.layer(0, device))
     rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]

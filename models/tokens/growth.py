@@ -78,7 +78,7 @@ def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transform
 
 
 def _old_ids(piece: bytes | None, old: Tokenizer) -> list[int]:
-    """Return the old token ids that encode `piece`, a new token's bytes; none for a special token (None) or part of a character."""
+    """Return the old token ids that encode `piece`, a new token's bytes; [] for a special token (None) or part of a character."""
     try:
         return old.encode((piece or b"").decode())
     except UnicodeDecodeError:

@@ -135,7 +135,7 @@ class ScheduleSettings(Settings):
             raise ValueError(f"schedule.average must lie in 0..anneal_steps ({anneal}), not {self.average}")
 
     def of_part(self, share: float) -> ScheduleSettings:
-        """Return the schedule of a run of a share (0 to 1) of the steps: its numbers of steps shrink with it."""
+        """Return the schedule for a share (0 to 1) of the run: all numbers of steps are multiplied by the share."""
         steps = {name: getattr(self, name) for name in ("warmup_steps", "decay_steps", "anneal_steps")}
         return self.replace(**{name: max(1, int(value * share)) if value >= 1 else value for name, value in steps.items()})
 

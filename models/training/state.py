@@ -170,7 +170,7 @@ class Saver:
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, remove all others, and return its path. `tensors`: all torch's or all numpy's.
+    """Write the checkpoint of `step` under `folder`, remove all others, and return its path. `tensors`: all of torch or all of numpy.
 
     The checkpoint is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
     """

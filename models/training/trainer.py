@@ -252,7 +252,7 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state with another run's tensors `state.…`, for whole weights or this rank's pieces; of whole
+        """Overwrite the optimisers' state with another run's tensors `state.…`, for whole weights or this rank's pieces; from whole
         tensors, this rank takes its pieces. Raise ValueError if the optimisers or the weights' shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}

@@ -37,7 +37,7 @@ class Group:
 
 
 class Optimizer(ABC):
-    """A rule that updates weights by their gradients. A subclass is registered by its `name`.
+    """An optimiser, which updates weights from their gradients. A subclass is registered by its `name`.
 
     name            the value of `optimizer.name` in a recipe
     description     a clause for the help of that setting

@@ -51,7 +51,7 @@ class Piece:
         return Piece(tuple(weight.shape), tuple((0, size) for size in weight.shape), **own)
 
     def counts(self, at: Mapping[str, int]) -> bool:
-        """True if the rank at the places `at` (axis → place) is the first rank that holds this piece."""
+        """True if the rank with the coordinates `at` (axis → place) is the first rank that holds this piece."""
         return not self.copy and all(place == 0 or axis in self.cut for axis, place in at.items())
 
     def slices(self) -> tuple[slice, ...]:

@@ -72,7 +72,7 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """Return, in words: fp32, recomputed layers, and the shares of the step's time that are not spent on computing."""
+        """Return a description: whether in fp32 or with recomputed layers, and the shares of the step's time not spent computing."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
         said = ["compute.precision fp32"] * (self.work.precision == "fp32") + ["computes each layer twice"] * self.work.checkpointing

@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 class Groups:
-    """The two groups, as one of their ranks sees them.
+    """The two groups, from the point of view of one rank.
 
     generate: number of ranks that only sample; 0: all ranks train and sample. tensor: number of sampling ranks that hold one model.
     members: the processes, by their rank in the default group; None: all. `mesh`: the ranks of this rank's group; `sampling`: the ranks
@@ -148,7 +148,7 @@ class Groups:
 
 
 def _in_pieces(layout: Layout) -> bool:
-    """True if ranks sample from the layers that they train, which is tested only on CPUs: log-probs are bit-identical to one process."""
+    """True if ranks sample from their pieces of the model. This is tested only on CPUs, with log-probs bit-identical to one process."""
     return layout.axes <= {"data", "pipeline"} and layout.virtual_stages == 1 and not torch.cuda.is_available()
 
 

@@ -278,7 +278,7 @@ def buckets(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Return the indices of each part's items. The costliest item goes first, to the least loaded part (LPT rule, Graham 1969)."""
+    """Return the indices of each part's items. The costliest items are assigned first, to the least loaded part (LPT rule, Graham 1969)."""
     loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least = loads.index(min(loads))
@@ -288,11 +288,11 @@ def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def cut(size: int, parts: int) -> int:
-    """Return the length of each of `parts` parts of `size` rows; only the last parts may be shorter or empty."""
+    """Return the rows per part if `size` rows are divided into `parts` parts; only the last parts may be shorter or empty."""
     return math.ceil(size / parts)
 
 
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Return the start and stop of part number `part` when `size` rows are cut into `parts` parts."""
+    """Return the start and stop of part number `part` if `size` rows are divided into `parts` parts (see `cut`)."""
     step = cut(size, parts)
     return min(part * step, size), min((part + 1) * step, size)
