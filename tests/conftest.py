@@ -17,10 +17,9 @@ settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
-    """Restore the default handling of SIGINT, for tests of Ctrl-C: a shell starts background commands, and so their children, with SIGINT
-    ignored.
+    """Restore the default handling of SIGINT for tests of Ctrl-C: a shell starts background commands with SIGINT ignored.
 
-        Tests do not wait until files would survive a power failure; fsync only checks that there is a file.
+    Replace `os.fsync` by a check that the file is open: no test depends on files surviving a power failure.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

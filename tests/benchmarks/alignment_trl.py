@@ -45,7 +45,7 @@ ROLLOUT: dict[str, Any] = {
 class Seed:
     """The common start of a seed's two arms: prompts of the demo, and the model finetuned on their gold answers.
 
-        start: the seed of prompts and model, if several seeds share these and differ only in the draws of reinforcement learning.
+    start: the seed of prompts and model, if several seeds share these and differ only in the draws of reinforcement learning.
     """
 
     def __init__(self, store: Store, base: Artifact, start: int, seed: int) -> None:

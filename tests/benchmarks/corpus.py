@@ -36,7 +36,7 @@ def sample() -> list[Path]:
 def larger(folder: Path, times: int) -> list[Path]:
     """Write archives to `folder` with `times` copies of the sample's pages; in all copies but the first, each text's words are shuffled.
 
-        So languages, word frequencies, markup and lengths equal the sample's, and no page is a near-duplicate of another because of its copy.
+    So languages, word frequencies, markup and lengths equal the sample's, and no page is a near-duplicate of another because of its copy.
     """
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 

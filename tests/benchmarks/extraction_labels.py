@@ -20,8 +20,8 @@ HALF = 0.5
 def label(texts: Sequence[str], truth: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the share of each block's words that are content, and the block's number of words.
 
-        The words of page and truth are aligned in order. A longer block that the alignment leaves out, because the truth has it elsewhere, is
-        scored by its n-grams unless the same text was content before.
+    The words of page and truth are aligned in order. A longer block that the alignment leaves out, because the truth has it elsewhere, is
+    scored by its n-grams unless the same text was content before.
     """
     numbers: dict[str, int] = {}
 

@@ -118,8 +118,8 @@ def needle(folder: Path, data: Path, seeds: Iterable[int] = (0,)) -> dict[str, A
 def one_needle(folder: Path, seed: int) -> dict[str, Any]:
     """Extend a context of 128 tokens fourfold, in two steps that must be accepted; measure on new texts, 100 for each depth.
 
-        Most short texts are dense with pairs, and the first 600 thousand tokens are read in pieces of 48: noise would hide the answers from a
-        model that has not learned to look back. Long texts fill a row, or half of one, and ask for each pair once, at any distance.
+    Most short texts are dense with pairs, and the first 600 thousand tokens are read in pieces of 48: noise would hide the answers from a
+    model that has not learned to look back. Long texts fill a row, or half of one, and ask for each pair once, at any distance.
     """
     store, draw = Store.open(folder), random.Random(seed)
 

@@ -269,7 +269,7 @@ def _experts(m: Machine, size: int) -> Iterator[Case]:
 def without_library(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """Return the result of Puna's kernel even if the table prefers torch's product, which is a peer here.
 
-        The table stays changed for the backward pass, which runs later.
+    The table stays changed for the backward pass, which runs later.
     """
     for place, (values, machine) in configurations.table().items():
         if values.library:

@@ -29,7 +29,7 @@ def test_what_each_row_without_a_model_answers() -> None:
     """By numbers c is nearest (1 + 81; a is worded differently), by words b and c tie, by tokens a and c (two edits): the first of a tie
     counts.
 
-        Between a and the question, 5 becomes 6 and "now" becomes 0. For b and c, which are worded alike, no token is more frequent.
+    Between a and the question, 5 becomes 6 and "now" becomes 0. For b and c, which are worded alike, no token is more frequent.
     """
     gold = [question("a", "turn 5 and 9 now", "9 5"), question("b", "turn 5 and 8", "8 5"), question("c", "turn 7 and 9", "9 7")]
     answers = {NUMBERS: "9 7", WORDS: "8 5", EDITS: "9 5", REPLACED: "9 6", MAJORITY: "8 5"}
@@ -46,8 +46,7 @@ def test_nothing_without_gold_answers_or_checkers() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_gold_answer_of_a_recipe_is_right_for_a_held_out_question(recipe: str, tmp_path: Path) -> None:
-    """Every task gets as many gold answers as the recipe gives to some tasks; for tasks with long answers few, so that the test is
-    short."""
+    """Every task gets as many gold answers as the recipe gives some tasks; tasks with long answers get few, to keep the test short."""
     (config,) = (step.config for step in trace(flow_named("align"), load(recipe, flow="align")).steps if step.label == "prompts")
     assert isinstance(config, PromptsConfig)
     tasks = tuple(task.model_copy(update={"gold": True}) for task in config.tasks)

@@ -76,7 +76,7 @@ for line in sys.stdin:
 def fresh():
     """Return fresh(code, folder): the words that code prints in a process that has loaded no loop; the cache is in the folder.
 
-        The processes are forks of one that has imported numba, because the import takes a second.
+    The processes are forks of one that has imported numba, because the import takes a second.
     """
     own = os.environ | {"PYTHONPATH": str(numba_cache.ROOT / ".pkg")}
     # -B: otherwise Python overlooks an edit of the same length within the same second.

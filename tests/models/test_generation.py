@@ -201,7 +201,7 @@ def test_a_longer_prompt_begins_where_the_cache_ends(model, computed):
 
 @pytest.mark.parametrize(("way", "temperature", "tokens"), [("all at once", 0.0, 1), ("all at once", 1.0, 4), ("little of everything", 1.0, 3)])
 def test_guesses_change_no_answer_and_save_steps(model, computed, way, temperature, tokens):
-    """In exact passes rounding flips no draw; the vocabulary is small, so that earlier text recurs and lookups find guesses."""
+    """Passes are exact, so that rounding flips no draw; a bias leaves only `tokens` tokens to draw, so that earlier text recurs."""
     asked = prompts(4)
     params = SamplingParams(n=2, temperature=temperature, max_tokens=40, stop=NEVER, seed=5, logit_bias=dict.fromkeys(range(tokens), 30.0))
     limits = {key: value for key, value in WAYS[way].items() if key != "pages"}

@@ -22,7 +22,7 @@ KEY, SECRET = "AKIATESTONLYIDENT", "bm90LWEtcmVhbC1zZWNyZXQtYXQtYWxs"
 def s3_server() -> Iterator[int]:
     """Yield the port of an S3 server.
 
-        It is a separate process: in a thread of this one, a garbage collection that releases a lease would wait for the thread's own answer.
+    It is a separate process: in a thread of this one, a garbage collection that releases a lease would wait for the thread's own answer.
     """
     pytest.importorskip("moto.server", reason="needs moto[server]")
     with socket.create_server(("127.0.0.1", 0)) as free:

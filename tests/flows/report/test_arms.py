@@ -30,7 +30,7 @@ class Made:
 class Evaluation:
     """A stub of an evaluation: 100 prompts, of which `right`, starting at number `first`, have right answers.
 
-        `of`: the artifact that was evaluated.
+    `of`: the artifact that was evaluated.
     """
 
     def __init__(self, right: int, first: int = 0, liked: int | None = None, of: Made | None = None) -> None:

@@ -354,7 +354,7 @@ def test_accuracy_is_told_by_level_and_by_length() -> None:
     figures: dict[str, Any] = {}
     run = SimpleNamespace(metric=metrics.__setitem__, figure=figures.__setitem__)
     report(ordered, edits, "heldout", run)
-    # The model is 6 sure of two pairs, of which it has one right; on the tie it claims and gets one half.
+    # Margins of 6 on two pairs, right on one and wrong on the other; on the tie, claimed and actual accuracy are one half.
     sure = 1 / (1 + math.exp(-6))
     assert metrics.pop("heldout_calibration_error") == pytest.approx((2 * sure - 1) / 3)
     assert metrics == {"heldout_accuracy": 0.5, "heldout_longer_accuracy": 0.5, "heldout_accuracy_better": 0.5, "heldout_accuracy_significantly_better": 0.5}

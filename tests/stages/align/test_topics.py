@@ -52,7 +52,7 @@ def test_topics_are_told_and_measured_beside_their_controls(tmp_path: Path, tiny
         assert 1 + 1e-9 >= one["coarse"][1] >= one["fine"][1] - 1e-9 > 0.5
     metrics = made.manifest.metrics
     assert metrics["labelled"] == 60 and metrics["fine_accuracy"] == metrics["coarse_accuracy"] == 1.0
-    # Two of three labelled requests are maths; among three equal fine topics, guessing is right much less than half of the time.
+    # Two of three labelled requests are maths; of the three equally frequent fine topics, none makes up half.
     assert metrics["coarse_majority"] == pytest.approx(2 / 3) and metrics["fine_majority"] < 0.5
     assert metrics["coarse_words"] == 1.0 and metrics["fine_words"] < 0.8, "digits alone do not tell sums from differences"
     assert (metrics["coarse_topics"], metrics["fine_topics"]) == (2, 3)

@@ -64,7 +64,7 @@ def test_each_rule_has_its_reason():
 
 
 def test_pages_of_the_python_manual_meet_the_same_end():
-    """Although datatrove splits words as spaCy does."""
+    """The decisions agree although datatrove splits words as spaCy does."""
     texts = [topics[name] for name in sorted(topics)[::2]]
     assert different(texts) == {}
     assert all(len(dropped(measured(texts), group)) > 5 for group in ("gopher_repetition", "c4", "fineweb"))

@@ -1,4 +1,5 @@
-"""The extractor's network: numbers compared with PyTorch's layers, inputs with logarithms, and its weight relative to the trees."""
+"""The extractor's network: numbers compared with PyTorch's layers, inputs with logarithms, and its part in the predictions beside the
+trees."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_trials_are_not_repeated_after_a_crash(store, given, monkeypatch: pytest
 
 
 def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If candidates are already among the default documents, no loss may be on documents that were read."""
+    """The candidates are already among the default documents: losses are measured only on documents that no arm reads."""
     both = {**given, "documents": corpus([("high", 60)] * 40)["documents"]}
     original, read, measured = module.Reader, [], []
 
