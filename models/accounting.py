@@ -1,8 +1,8 @@
 """The cost of a model, from its configuration: parameters, FLOPs, memory.
 
 A multiply-add counts as two FLOPs. A backward pass costs twice the forward pass: the usual 6 FLOPs per parameter and token. Attention's
-products are counted exactly for a document mask; norms, rotations and softmax, far below one percent, are left out. Letters: widths D of
-the model, F of the feed-forward block, K of a head; H query heads; G key-value heads; V tokens of the vocabulary.
+products are counted exactly for a document mask; norms, rotations and softmax take far less than one percent and are not counted. Letters:
+D model width, F feed-forward width, K head width, H query heads, G key-value heads, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
 
 
 def _pair_flops(config: ModelConfig) -> int:
-    """Return the FLOPs of one query-key pair in all heads of a layer: a score, and the weighted value."""
+    """Return the FLOPs of one query-key pair in one layer, over all heads: of the score and of the weighted value."""
     return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
@@ -46,7 +46,7 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def forest_flops(config: ModelConfig, forest: Forest) -> int:
-    """Return the FLOPs of one forward pass over a forest, with all its tokens through the output layer."""
+    """Return the FLOPs of one forward pass over a forest, including the output layer for every token."""
     keys = forest.mask.depths + 1
     pairs = sum(
         count * int(keys.sum() if window is None else keys.clamp(max=window).sum()) for window, count in Counter(config.windows).items()
@@ -62,8 +62,8 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int = 8) -> int:
     """Return the bytes of weights, gradients and the optimiser's moments, which take `moments` bytes per parameter (AdamW: 8).
 
-    Besides the moments, fp32 takes 8 bytes per parameter. bf16 takes 12: weights and gradients that the model computes with (2 + 2), and
-    the summed gradients and the weights in fp32 (4 each). Raise ValueError for another precision.
+    Besides the moments, fp32 takes 8 bytes per parameter. bf16 takes 12: 2 + 2 for the bf16 weights and gradients, 4 + 4 for the fp32
+    weights and accumulated gradients. Raise ValueError for another precision.
     """
     if precision not in ELEMENT_BYTES:
         raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
@@ -106,7 +106,7 @@ def peak_bytes(
     config: ModelConfig, tokens: int, precision: Precision = "fp32", checkpointing: bool = False, accumulated: bool = False,
     moments: int = 8,
 ) -> int:  # fmt: skip
-    """Return the peak memory of a training step on `tokens` tokens at once, in bytes: tensors, not the process itself.
+    """Return the peak memory of a training step on `tokens` tokens at once, in bytes: tensors only, without the process's other memory.
 
     The peak sums weights, moments, gradients of earlier micro-batches if `accumulated`, and the largest of four stages of the step:
 
@@ -123,14 +123,14 @@ def peak_bytes(
     if config.moe is not None:
         inner = config.moe.num_experts_per_tok * config.moe.moe_intermediate_size
         down = config.moe.num_experts * width * config.moe.moe_intermediate_size
-    # bf16 weights are beside fp32 weights; a micro-batch's gradients have the type that the model computes in.
+    # The bf16 weights come on top of the fp32 weights; a micro-batch's gradients have the compute dtype.
     resting = (moments + (4 if precision == "fp32" else 6)) * counts.total + (4 * counts.total if accumulated else 0)
     limit = CHUNK_BYTES if precision == "fp32" else CHUNK_BYTES_GPU
     chunk = min(limit, element * tokens * config.vocab_size)
     layer = _layer_elements(config)
     saved = width if checkpointing else layer
     output = element * tokens * (layers * saved + 4 * width) + 4 * vocabulary + max(4 * vocabulary, chunk)
-    # In fp32 gradients are added to earlier ones as they come.
+    # In fp32, gradients are added directly to the accumulated gradients.
     fresh = not (accumulated and precision == "fp32")
     one = element * (tokens * (layer + 2 * inner + width) + fresh * (vocabulary + down))
     last = one + element * tokens * (layers - 1) * saved
@@ -197,8 +197,8 @@ def step_time(
 
 
 def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
-    """Return the arithmetic intensity of a training step: FLOPs per byte moved, by elementwise work, the optimiser's update, and matrices
-    (two reads, one write of the gradient). A step below a machine's `ops_per_byte` is memory-bound."""
+    """Return the arithmetic intensity of a training step: FLOPs per byte moved by elementwise work, the optimiser's update, and weight
+    matrices (two reads, and one write of the gradient). A step below a machine's `ops_per_byte` is memory-bound."""
     lengths = list(lengths)
     matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
     moved = elementwise_bytes(config, sum(lengths), precision) + optimizer_bytes(config) + matrices

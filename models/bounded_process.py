@@ -1,7 +1,7 @@
 """Processes that run untrusted programs within limits of time and memory: chat templates, regular expressions of tokenizers and adapters.
 
-A process is started once and kept. Requests are pickled, since they come from this process; answers are JSON, and bytes under the name
-`BYTES`, since an untrusted program may have written them. A user's own programs run in the same way, with the user's environment.
+A process is started once and reused. Requests are pickled: they come from this process. An untrusted program may have written an answer, so
+answers are JSON, with binary data under the key `BYTES`. A user's own programs run in the same way, with the user's environment.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, BinaryIO
 
 SECONDS = 1.0  # maximum CPU seconds of one request
 PATIENCE = 30.0  # maximum seconds to wait for an answer
-CLOCK = 10.0  # seconds of wall time per CPU second of a user's program, which may wait, on a machine that may be busy
+CLOCK = 10.0  # wall-clock seconds per CPU second for a user's program, which may wait or share a busy machine
 START_SECONDS = 120.0  # maximum seconds for a process to start
-GRACE_SECONDS = 5.0  # seconds beyond its wall time after which an orphaned program of a user ends itself
+GRACE_SECONDS = 5.0  # seconds after its wall-clock limit at which an orphaned user program ends itself
 MEMORY = 256 << 20  # bytes of memory beyond those that the process has at its start
 CHARACTERS = 1 << 25  # maximum bytes of an answer
 BYTES = "bytes"  # name of an answer's value that is bytes
@@ -69,7 +69,7 @@ class Process:
                 answer = _answer(popen, patience)
             except BaseException as error:
                 late = self._own and isinstance(error, TimeoutError)
-                # A process that has closed its pipe is ending, which a busy machine may delay.
+                # A process that has closed its pipe is exiting, which may take a while on a busy machine.
                 status = self.end(0.0 if late else 10.0 if isinstance(error, EOFError | BrokenPipeError) else 0.5)
                 if isinstance(error, EOFError | OSError):
                     own = f"no answer within {patience:g} seconds" if late else "its process ended"
@@ -133,7 +133,7 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
 
 def _reason(status: int, seconds: float, own: str) -> str:
     if status in (-signal.SIGVTALRM, -signal.SIGPROF):
-        return f"it takes more than {seconds:.3g} s of computing"
+        return f"it takes more than {seconds:.3g} s of CPU time"
     return own or f"its process ended with status {status}: it may have taken too much memory, or more than {PATIENCE:g} s"
 
 

@@ -1,4 +1,4 @@
-"""Checks of the sizes and patterns that a model's files declare, and of schemas in requests, before they take memory and time."""
+"""Checks of the sizes and patterns in a model's files, and of schemas in requests, before these take memory and time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = (
 ADAPTER_BYTES = 1 << 20  # maximum bytes of an adapter's configuration
 ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # adapter types whose parameters are all in their file
 STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations of LoRA that do not change the model's own weights
-PATTERNS = 1 << 11  # maximum patterns by which an adapter chooses modules
+PATTERNS = 1 << 11  # maximum number of module patterns in an adapter's configuration
 _process = Process(__name__)
 
 
@@ -44,9 +44,9 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
     for name in SIZES:
         value = raw.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{name} = {value!r} is no whole number")
+            raise ValueError(f"{name} = {value!r} is not a whole number")
     if (layers := raw.get("num_hidden_layers") or 0) > LAYERS:
-        raise ValueError(f"num_hidden_layers = {layers:,} is more than {LAYERS:,}, the most that are read")
+        raise ValueError(f"num_hidden_layers = {layers:,} exceeds the maximum, {LAYERS:,}")
 
 
 def check_sizes(raw: Mapping[str, Any], tensors: int, size: int) -> None:
@@ -64,10 +64,10 @@ def weight_names(index: Path) -> Sequence[str]:
     """Return the sorted names of the weight files in an index; raise ValueError unless each is a safetensors file of the index's folder."""
     content = read_object(index).get("weight_map")
     if not isinstance(content, dict) or not content:
-        raise ValueError(f"{index} names no weights (weight_map)")
+        raise ValueError(f"{index} lists no weight files (weight_map)")
     for tensor, name in content.items():
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0.][^/\\\0]*\.safetensors", name):
-            raise ValueError(f"{index}: {tensor} lies in {name!r}, which is no safetensors file of this folder: name files without a path")
+            raise ValueError(f"{index}: {tensor} lies in {name!r}, not a safetensors file of this folder: give names without a path")
     return sorted(set(content.values()))
 
 
@@ -84,13 +84,13 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
     values = [value for name, value in raw.items() if name.endswith(("_pattern", "_modules", "_to_save"))]
     patterns = [str(text) for value in values for text in ([value] if isinstance(value, str) else value or ())]
     if len(patterns) > PATTERNS:
-        raise ValueError(f"{len(patterns):,} patterns choose modules: at most {PATTERNS:,} are read")
+        raise ValueError(f"{len(patterns):,} module patterns: at most {PATTERNS:,} are read")
     try:
         answer = _process.ask((patterns, list(modules)), b"", None, seconds=0.5)
     except LimitError as error:
-        raise ValueError(f"its patterns of modules ({', '.join(patterns)!r:.200}) are stopped: {error}") from error
+        raise ValueError(f"its module patterns ({', '.join(patterns)!r:.200}) exceed a limit: {error}") from error
     if "error" in answer:
-        raise ValueError(f"its patterns of modules: {answer['error']}")
+        raise ValueError(f"its module patterns: {answer['error']}")
 
 
 def check_grammar(grammar: str) -> None:
@@ -100,11 +100,11 @@ def check_grammar(grammar: str) -> None:
     except LimitError as error:
         raise ValueError(f"the JSON schema is too costly: {error}") from error
     if "error" in answer:
-        raise ValueError(f"the JSON schema cannot be kept to: {answer['error']}")
+        raise ValueError(f"the JSON schema cannot be enforced: {answer['error']}")
 
 
 def _compile(grammar: str) -> dict[str, Any]:
-    """Return an error if a grammar does not compile. The vocabulary is of bytes: a larger one adds little to the cost."""
+    """Return an error if a grammar does not compile. Its vocabulary is single bytes: a larger one adds little to the cost."""
     from llguidance import LLMatcher, LLTokenizer
 
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokens := LLTokenizer("byte"))
@@ -130,7 +130,7 @@ def serve() -> None:
                         compiled.match(name)
                         compiled.fullmatch(name)
         except (re.error, RecursionError, OverflowError) as error:
-            return {"error": f"{pattern!r:.200} is no regular expression: {error}"}
+            return {"error": f"{pattern!r:.200} is not a regular expression: {error}"}
         return {}
 
     bounded_process.serve(answer)

@@ -115,14 +115,14 @@ class ModelShape(Settings):
     tie_word_embeddings: bool = Field(False, description="The output layer shares the embedding's matrix")
     initializer_range: float = Field(0.02, gt=0, le=1, description="Standard deviation of the initial weights")
     zero_residual: bool = Field(
-        False, description="Start with layers that add nothing and equally likely tokens: o_proj, down_proj and untied output layer are 0"
+        False, description="Start with layers that add nothing and with uniform logits: o_proj, down_proj and untied output layer are 0"
     )
-    sliding_window: int | None = Field(None, ge=1, description="Tokens that a query sees, itself included; null: all before it")
+    sliding_window: int | None = Field(None, ge=1, description="Sliding window in tokens, the query included; null: none")
     sliding_layers: tuple[int, ...] | None = Field(None, description="Layers with the sliding window, counted from 0; null: all")
     qkv_bias: bool = Field(False, description="Biases of the query, key and value projections")
     o_bias: bool = Field(False, description="Bias of the attention's output projection")
     qk_norm: bool = Field(False, description="RMSNorm on each query and key head before rotation")
-    final_logit_softcapping: float | None = Field(None, gt=0, description="Bound c of the logits: c tanh(logit / c) (Gemma 2: 30)")
+    final_logit_softcapping: float | None = Field(None, gt=0, description="Soft cap c of the logits: c tanh(logit / c) (Gemma 2: 30)")
     parallel_block: bool = Field(False, description="Attention and feed-forward read one normalised input; their outputs are added (PaLM)")
     moe: Moe | None = Field(None, description="Mixture of experts in place of the feed-forward blocks; null: none")
     mla: Mla | None = Field(None, description="Multi-head latent attention; null: none")
@@ -145,7 +145,7 @@ class ModelShape(Settings):
 
     def _check_latent(self, mla: Mla) -> None:
         if self.num_key_value_heads != self.num_attention_heads or self.qkv_bias != self.o_bias:
-            raise ValueError("latent attention (mla) has as many key-value as query heads, and all biases or none")
+            raise ValueError("latent attention (mla) needs as many key-value heads as query heads, and all biases or none")
         if self.head_dim not in (0, mla.qk_head_dim):
             raise ValueError(f"head_dim must be left out or {mla.qk_head_dim} with mla, not {self.head_dim}")
         if self.qk_norm or self.sliding_window:

@@ -48,7 +48,7 @@ def data_sheet(name: str) -> DataSheet:
     for part, sheet in GPUS.items():
         if part in name:
             return sheet
-    raise ValueError(f"there are no rates of {name!r}; known are {', '.join(GPUS)}")
+    raise ValueError(f"no rates are known for {name!r}; known are {', '.join(GPUS)}")
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Machine:
 
     @staticmethod
     def of(sheet: DataSheet, precision: Precision = "bf16") -> Machine:
-        """Return the rates of a GPU: shares of the data sheet's rates that good kernels reach in bf16, and that are supposed for fp32. They
-        are 0.75 of the FLOPs in matrix products, 0.5 of the FLOPs in attention, and 0.85 of the bandwidth."""
+        """Return a GPU's rates as shares of its data sheet's: 0.75 of the FLOPs in matrix products, 0.5 of the FLOPs in attention, 0.85 of
+        the bandwidth. Good kernels reach these shares in bf16; they are assumed for fp32, too."""
         flops = sheet.flops if precision == "bf16" else sheet.fp32
         return Machine(0.75 * flops, 0.5 * flops, 0.85 * sheet.bandwidth)
 
@@ -94,8 +94,8 @@ def best_seconds(function: Callable[[], object], clock: Clock, tries: int = 5, s
 
 
 def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torch.float32) -> float:
-    """Return the operations per second of `size`×`size` matrix products on torch's threads, the best of several tries and two routines:
-    one thread's rate by CPU time, times the threads. Wall-clock time would understate the rate while other programs run."""
+    """Return the operations per second of `size`×`size` matrix products on torch's threads: one thread's rate per CPU second, times the
+    number of threads, from the faster of two routines. Wall-clock time would understate the rate while other programs run."""
     threads = torch.get_num_threads()
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
     routines = (lambda: product(left, right), lambda: torch.mm(left, right))

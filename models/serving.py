@@ -27,7 +27,7 @@ AHEAD = 4  # tokens that a draft model speculates per step by default
 
 
 class ServingSettings(Settings):
-    """Settings for computing a model's answers."""
+    """Settings for generating a model's answers."""
 
     weights: Weights = Field(
         "same", description="Format of the layers' matrices: same (as stored), or 8 bits, smaller and less exact (fp8: GPU 8.9 or newer)"
@@ -35,7 +35,7 @@ class ServingSettings(Settings):
     engine: Literal["puna", "vllm"] = Field("puna", description="Engine that generates answers: Puna's own, or vLLM's if it is installed")
     gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that it takes")
     speculate: int = Field(
-        0, ge=0, le=64, description="Maximum tokens to speculate per step, by a draft (0: 4) or from the text so far (0: none)"
+        0, ge=0, le=64, description="Maximum tokens to speculate per step, from a draft model (0: 4) or from the text so far (0: none)"
     )
 
     offload: Offload = Field(
@@ -59,15 +59,15 @@ class ServingSettings(Settings):
     @model_validator(mode="after")
     def _of_one_engine(self) -> ServingSettings:
         if other := self.layout.axes - {"data", "tensor", "pipeline"}:
-            raise ValueError(f"layout.{min(other)}: answers come from groups by tensor or pipeline, and data; leave {min(other)} out")
+            raise ValueError(f"layout.{min(other)}: generation supports only tensor, pipeline and data; leave {min(other)} out")
         if self.layout.virtual_stages > 1:
-            raise ValueError("layout.virtual_stages: answers pass one stage of a process; leave virtual_stages out")
+            raise ValueError("layout.virtual_stages: generation runs one stage per process; leave virtual_stages out")
         if self.sinks and self.window is None:
             raise ValueError(f"sinks {self.sinks}: they are used only with a window; set window, or leave sinks out")
         if self.engine == "vllm" and self.window is not None:
-            raise ValueError(f"window {self.window}: vLLM has no window; set engine puna, or leave window out")
+            raise ValueError(f"window {self.window}: vLLM supports no window; set engine puna, or leave window out")
         if self.engine == "vllm" and self.memory is not None:
-            raise ValueError(f"memory {self.memory:g}: vLLM is told a share of the GPU, gpu_memory; leave memory out")
+            raise ValueError(f"memory {self.memory:g}: vLLM takes the share gpu_memory of the GPU's memory; leave memory out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
             raise ValueError(f"offload {self.offload}: only Puna's engine streams layers, as stored; set weights same, engine puna")
         if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
@@ -106,7 +106,7 @@ def engine_of(
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
     """Return the engine of a model, with its draft model if there is one; both are quantised in place. `limits`: arguments of `Engine`.
-    `held`: the model under a layout; a pipeline uses only it, unquantised and without a draft. Raise ValueError if tokenizers differ."""
+    `held`: the model under a layout; a pipeline runs it alone: no quantisation, no draft. Raise ValueError if tokenizers differ."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine
@@ -118,7 +118,7 @@ def engine_of(
         return Engine(model, tokenizer, **limits)
     smaller, other = draft
     if tokenizer is None or other.backend.get_vocab() != tokenizer.backend.get_vocab():
-        raise ValueError("the draft has another tokenizer than the model: a token id would mean different texts to them")
+        raise ValueError("the draft has a different tokenizer from the model: a token id would mean different texts to them")
     return DraftedEngine(model, quantise_for(smaller, draft_weights), tokenizer, **limits)
 
 

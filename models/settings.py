@@ -41,7 +41,7 @@ class Settings(BaseModel):
         return value
 
     def replace(self, **changes: Any) -> Self:
-        """Return a validated copy with the values in `changes`. A mapping for a group is merged into the group's default, not its value."""
+        """Return a validated copy with the values in `changes`. A mapping for a group changes the group's default, not its value."""
         return type(self).model_validate(dict(self) | changes)
 
 

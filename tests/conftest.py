@@ -1,4 +1,4 @@
-"""What every test may rely on, however the suite is started."""
+"""Settings of the test process that every test relies on, however the suite is started."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 RANKS = "tests/parallel/"
-# A test asserts no time: on a busy machine an example may be slow, and so may be its making.
+# No test asserts a time: on a busy machine an example, or generating it, may be slow.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C act in tests of it: a shell starts a command in the background with SIGINT ignored, for its children as well.
+    """Restore the default handling of SIGINT for tests of Ctrl-C: a shell starts background commands with SIGINT ignored.
 
-    No test takes the power away: that files outlive its loss is not waited for, only that there is a file to save.
+    Replace `os.fsync` by a check that the file is open: no test depends on files surviving a power failure.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,7 +28,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def mode() -> Any:
-    """Return the `sandbox.Mode` in which programs run here; skip the test where there are no namespaces."""
+    """Return the `sandbox.Mode` in which programs run here; skip the test on a machine without namespaces."""
     from puna.stages.verifiers import sandbox
     from puna.storage import PunaError
 
@@ -43,13 +43,14 @@ def _open(descriptor: int) -> None:
 
 
 def pytest_collection() -> None:
-    """Collect no garbage while all modules are imported: each search for it goes through millions of their objects."""
+    """Switch garbage collection off while all modules are imported: each collection would visit millions of their objects."""
     gc.disable()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, keep all tests of ranks on one worker, as those of a file: a pool of ranks is nine processes."""
+    """With `--dist loadfile`, run all tests that start ranks on one worker, like the tests of one file: a pool of ranks has nine
+    processes."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -60,12 +61,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Let later searches pass over what has been imported."""
+    """Exclude the imported objects from later garbage collections."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """Let libraries that count their objects at the end see those go."""
+    """Free the frozen objects, for libraries that count their objects at exit."""
     gc.unfreeze()

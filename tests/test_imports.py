@@ -1,4 +1,4 @@
-"""Imports of scripts that no test runs whole: each name is there."""
+"""Imports of scripts that no test runs completely: every imported name exists."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SCRIPTS = sorted(path for folder in ("tests/benchmarks", "deploy", "docs") for p
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of the project, or of a package."""
+    """Return the file of a module of the project, or of a package."""
     path = ROOT.joinpath(*module.removeprefix("puna.").split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
 
 
 def names(file: Path) -> set[str]:
-    """The names that a module has after its import."""
+    """Return the names that a module has after its import."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

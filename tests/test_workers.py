@@ -1,4 +1,4 @@
-"""The distribution of tests over workers, on files that do nothing."""
+"""The distribution of tests over workers, checked on files with empty tests."""
 
 from __future__ import annotations
 

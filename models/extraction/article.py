@@ -133,7 +133,7 @@ def _slot(word: np.uint64) -> int:
 
 @njit(cache=True, borrows=True)
 def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
-    """Return the distance in words (plus 1) of a block from the blocks [first, end): negative before them, positive after, 0 among them."""
+    """Return a block's distance in words (plus 1) from the blocks [first, end): negative before these, positive after them, 0 inside."""
     if b < first:
         return int(words[b + 1] - words[first] - 1)
     return int(words[b] - words[end] + 1) if b >= end else 0

@@ -1,10 +1,10 @@
 """Removal of asides from an article's page: teasers of other articles, and readers' comments.
 
-Teasers: the article's body is the deepest element that holds most of the kept prose. A block after the body's end stays only if the
-model has little doubt about it, or if it has the tags and classes of the body's paragraphs: an article may be cut into sections.
+Teasers: the article's body is the deepest element that holds most of the kept prose. A block after the body's end stays only if the model
+is nearly certain of it, or if it has the tags and classes of the body's paragraphs: an article may consist of several sections.
 
-Comments: containers whose class or id names them are removed with their content, if enough of the article stands above them.
-In forums, questions and reviews comments are the content: only pages that are certainly articles are examined.
+Comments: containers named as comments by class or id are removed with their content, if enough of the article precedes them. In forums,
+questions and reviews comments are the content: only pages that are certainly articles are examined.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from puna.models.extraction.tags import find, flags, is_space, tag_name
 
 FORMATTING = flags("a b big code em font i nobr s small strike strong tt u")
 OPTIONS = flags("option optgroup")
-MAX_TAGS, MAX_ATTRIBUTES = 10_000, 30_000  # about a second for the parser, if each counts for all others
+MAX_TAGS, MAX_ATTRIBUTES = 10_000, 30_000  # about a second for the parser, if each costs time for all others
 MAX_BYTES = 1e9  # memory of formatting elements that are opened again at each tag
 ELEMENT_BYTES, ATTRIBUTE_BYTES = 250, 200
 
 
 class Counts(NamedTuple):
-    """Upper bounds on a page's tags and attributes; on its formatting elements, with their attributes and bytes; on its options."""
+    """Upper bounds on a page's numbers of tags, attributes, formatting elements (with their attributes and bytes) and options."""
 
     tags: int
     attributes: int
@@ -34,7 +34,7 @@ class Counts(NamedTuple):
     options: int
 
     def is_cheap(self) -> bool:
-        """True if a parser surely takes at most a few seconds and about `MAX_BYTES` of memory for the page. Nine of ten pages are."""
+        """True if a parser surely takes at most a few seconds and about `MAX_BYTES` of memory for the page, as for nine of ten pages."""
         again = ELEMENT_BYTES * self.formats + ATTRIBUTE_BYTES * self.format_attributes + self.format_bytes
         return self.tags <= MAX_TAGS and self.attributes <= MAX_ATTRIBUTES and self.tags * again <= MAX_BYTES
 

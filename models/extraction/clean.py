@@ -146,8 +146,8 @@ def _decoded_again(text: str, suspicious: list[int]) -> str:
 
 
 def _undone(line: str) -> str:
-    """Return the line decoded once more, or unchanged if decoding keeps more accented letters than it removes characters: misread letters
-    do not survive decoding. "STAÐ“" ends a quotation in Icelandic capitals, and "Ð“" is also a misread Cyrillic "Г"."""
+    """Return the line decoded once more; unchanged if this would keep more accented letters than it removes characters, because misread
+    letters do not survive decoding. Example: "STAÐ“" is Icelandic and ends a quotation, but "Ð“" may also be a misread "Г"."""
     from ftfy import fix_encoding
 
     fixed = fix_encoding(line)

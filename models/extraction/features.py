@@ -217,7 +217,7 @@ def _own(page: Scan, b: int, row: NDArray[np.float32]) -> int:
 def _element(
     page: Scan, b: int, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], row: NDArray[np.float32], k: int
 ) -> int:
-    """Write which kinds of elements hold the block, and the linear models' scores; return the next column."""
+    """Write which kinds of elements contain the block, and the linear models' scores; return the next column."""
     elements = page.elements
     e = page.blocks[b, L.ELEMENT]
     for bit in FLAG_BITS:

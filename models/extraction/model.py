@@ -1,9 +1,9 @@
 """The extractor's model, which predicts the blocks of a page that are its content.
 
-Two linear models score the words of classes and of texts; a third predicts the type of the page from its head. Boosted trees
-judge a block by these scores, and by its text, containers, neighbours and the blocks of its kind. A network (`network`), which
-also gets the features of `article`, judges the block by the blocks around it. The block's logit is the mean of both. The page
-keeps the blocks that give the highest expected F1 of words.
+Two linear models score the words of class attributes and of texts; a third predicts the type of the page from its head. Boosted trees judge
+a block by these scores, and by its text, containers, neighbours and the blocks of the same kind. A network (`network`), which also gets the
+features of `article`, judges the block by the blocks around it. The block's logit is the mean of both. The page keeps the blocks that give
+the highest expected F1 of words.
 
 `tests/benchmarks/train_extraction.py` trains the weights on labelled pages; NOTICE beside the weights describes the labels.
 """
@@ -218,7 +218,7 @@ def page_words(page: Scan) -> NDArray[np.int64]:
 
 @njit(cache=True)
 def features_and_types(pages: Pages, linear: Linear) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the features of all blocks [blocks, COLUMNS], and logits of the pages' types [pages, page types] (no blocks: 0)."""
+    """Return the features of all blocks [blocks, COLUMNS], and logits of the pages' types [pages, page types] (0 without blocks)."""
     n, starts = len(pages.starts) - 1, pages.starts[:, L.BLOCK]
     rows, types = np.zeros((starts[n], COLUMNS), np.float32), np.zeros((n, len(linear.type_bias)), np.float32)
     for p in range(n):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.bytes import LANES, equal, lowest
 from puna.kernels.cpu.numba_cache import njit
 
-# Elements whose content stands on lines of its own. The others run on in the line.
+# Elements whose content begins and ends a line. The content of all others stays within the line.
 BLOCK = (
     "address article aside blockquote body button caption center col colgroup dd details dialog dir div dl dt fieldset figcaption figure "
     "footer form frameset h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li main menu nav noscript ol optgroup option p pre search "
@@ -24,7 +24,7 @@ NUMBER = {name: number for number, name in enumerate(NAMES)}
 VOID = "area base basefont bgsound br col embed frame hr img input keygen link meta param source track wbr"
 # The parser keeps the content of these elements verbatim, without entities and elements.
 RAW = "script style xmp iframe noembed noframes plaintext"
-# Blank lines stand around these elements.
+# Blank lines separate these elements from the rest.
 SPACED = "p pre blockquote table ul ol dl h1 h2 h3 h4 h5 h6 figure article section header footer aside nav main form details hr"
 OFFSET, PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)  # constants of the FNV-1a hash
 HEADINGS = "h1 h2 h3 h4 h5 h6"

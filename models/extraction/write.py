@@ -173,7 +173,7 @@ def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _part_of_word(html: NDArray[np.uint8], at: int, first: int) -> int:
-    """Return 1 for about one letter per word in scripts without spaces, else 0, to estimate the number of words. `first`: html[at - 1]."""
+    """Return 1 at about one letter per word in scripts without spaces, else 0: the sum estimates the word count. `first`: html[at - 1]."""
     if 0xE3 <= first <= 0xED:  # most Chinese, Japanese and Korean letters: about two per word
         return at & 1
     if (first != 0xE0 and first != 0xE1) or at >= len(html):

@@ -1,10 +1,10 @@
-"""Conversion of a dense model to AWQ's four bits (Lin et al. 2024). Before rounding, large inputs of a matrix are scaled down, and the
-weights that multiply them up: this keeps the model's function, and lowers the rounding error of these weights.
+"""Conversion of a dense model to AWQ's four bits (Lin et al. 2024). Before rounding, a matrix's large inputs are scaled down and the
+weights that multiply them are scaled up. The model's function stays the same, and the rounding error of these weights falls.
 
 An input's scale is s = (mean |x|)^a, normalised so that its largest and smallest value multiply to 1. The exponent a, one of 21 from 0
-(plain rounding) to 1, minimises the squared error of the products on the calibration texts (the paper's equations 4 and 5).
-The preceding norm, or the rows of the preceding matrix, are divided by s. Then a group's range is clipped where that lowers the
-error. Matrices that read the same inputs share scales.
+(plain rounding) to 1, minimises the squared error of the products on the calibration texts (the paper's equations 4 and 5). The preceding
+norm, or the rows of the preceding matrix, are divided by s. Then a group's range is clipped where that lowers the error. Matrices that read
+the same inputs share scales.
 
 Shapes: T calibration tokens, D inputs, N outputs, groups of `group` neighbouring inputs.
 """
@@ -28,7 +28,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Attention, Linear, Transformer, forest_attend, rotary_table
 
 GROUPS = (128, 64, 32)
-READ, LENGTH = 16, 512  # maximum pieces read of a text, and tokens per piece
+READ, LENGTH = 16, 512  # maximum pieces read from a text, and tokens per piece
 EXPONENTS = 21
 SHRINKS = tuple(1 - i / 20 for i in range(11))  # the shares of a group's range that the search tries
 ROWS = 1024  # maximum tokens whose products are compared
@@ -61,14 +61,14 @@ def group_of(model: Transformer) -> int:
     """Return the largest group size that divides the inputs of all layers' matrices; raise ValueError if AWQ cannot hold the model."""
     config = model.config
     if model.head != "lm" or config.moe is not None or config.mla is not None or config.parallel_block:
-        raise ValueError("four bits (awq) are for language models with plain attention and feed-forward blocks one after the other")
+        raise ValueError("AWQ supports only language models with plain attention, followed by plain feed-forward blocks")
     for name, module in model.model.layers.named_modules():
         if isinstance(module, Linear) and module.out_features % 8:
             raise ValueError(f"{name} has {module.out_features} outputs: AutoAWQ's layout packs eight, so they must be a multiple of 8")
     inputs = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
     group = next((group for group in GROUPS if all(width % group == 0 for width in inputs)), None)
     if group is None:
-        raise ValueError(f"inputs of {inputs} divide into no groups of {GROUPS}: the model has no form in AWQ's layout")
+        raise ValueError(f"inputs of {inputs} cannot be divided into groups of {GROUPS}, which AWQ's layout needs")
     return group
 
 
@@ -83,7 +83,7 @@ def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Pa
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the divisors [D] of inputs that give `weights` [N, D] in 4 bits the least error. `heads` (G, R): groups of R share them."""
+    """Return the divisors [D] of the inputs that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): R heads share divisors."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, scales = float("inf"), torch.ones_like(size_D)
@@ -115,7 +115,7 @@ def stretches(ids: Sequence[int]) -> list[Sequence[int]]:
     """Return up to `READ` pieces of `LENGTH` tokens, evenly spread over a text; raise ValueError if the text is shorter than one piece."""
     count = min(READ, len(ids) // LENGTH)
     if not count:
-        raise ValueError(f"a text of {len(ids)} tokens is too short to choose scales by: {LENGTH} at least, {READ * LENGTH} are good")
+        raise ValueError(f"a text of {len(ids)} tokens is too short to choose scales: give at least {LENGTH}, better {READ * LENGTH}")
     return [ids[at : at + LENGTH] for at in (i * (len(ids) // count) for i in range(count))]
 
 
@@ -155,7 +155,7 @@ def pack_layers(model: Transformer, rows: Sequence[Sequence[int]], search: bool 
                 linears[name].weight *= s_D
                 inputs_of[name] = inputs_of[name] / s_D
         for name, module in linears.items():
-            # Attention multiplies queries by keys, so the error of one projection says too little: AWQ does not clip these two.
+            # Attention multiplies queries by keys, so the error of one projection is a poor criterion: AWQ does not clip these two.
             cut = search and not name.endswith(("q_proj", "k_proj"))
             whole = round_to_4_bits(module.weight, group, shares_of(inputs_of[name], module.weight, group) if cut else 1.0)
             matrices[f"model.layers.{number}.{name}."] = whole

@@ -46,7 +46,7 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def checkpoint_at(path: Path) -> Iterator[None]:
-    """Raise an error of what is read within the context as a CheckpointError that names `path`."""
+    """Convert errors raised within the context to a CheckpointError that names `path`."""
     try:
         yield
     except CheckpointError:
@@ -117,7 +117,7 @@ def check_files(folder: Path) -> None:
 
 
 def build(config: ModelConfig, state: dict[str, Tensor], head: Head | None, path: Path) -> Transformer:
-    """Return a model with the tensors of `state` as parameters (no copies; changes `state`). Raise CheckpointError if they do not fit."""
+    """Return a model whose parameters are the tensors of `state`, not copies; change `state`. Raise CheckpointError if they do not fit."""
     own_head: Head = "scalar" if "score.weight" in state else "lm"
     with torch.device("meta"):
         model = Transformer(config, head or own_head)
@@ -166,7 +166,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """Return the padding token's id or None. A reward model's is no stop token: the reward is read at the last real token."""
+    """Return the padding token's id or None. A reward model must not pad with a stop token: it reads the reward at the last real token."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)

@@ -64,7 +64,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`, wherever transformers' versions write them; raise ValueError for unsupported values."""
+    """Return `rope_theta` and `rope_scaling` from the fields of any transformers version; raise ValueError for unsupported values."""
     where = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = dict(raw.get(where) or {})
     other = raw.get("rope_scaling") or {}
@@ -218,7 +218,7 @@ def _check_awq(settings: Mapping[str, Any]) -> None:
     values = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
     for name, supported in values.items():
         if settings.get(name) not in supported:
-            raise ValueError(f"quantization_config.{name} = {settings.get(name)!r} is not read here (only {supported[0]!r})")
+            raise ValueError(f"quantization_config.{name} = {settings.get(name)!r} is not supported (only {supported[0]!r})")
 
 
 def unpack(packed: Tensor) -> Tensor:

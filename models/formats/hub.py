@@ -28,7 +28,7 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of models outside all families (`model_type` puna). For others, both methods return the family's configuration."""
+    """The configuration of models of no family (`model_type` puna). For other models, both methods return the family's configuration."""
 
     model_type = "puna"
 
@@ -220,7 +220,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
         past_key_values: Any = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0, **kwargs: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        """Return logits [B, T, V] of the last `logits_to_keep` tokens (0: all) or these indices; with `labels` (-100: ignored), a loss."""
+        """Return logits [B, T, V] of the last `logits_to_keep` tokens (0: all; tensor: indices); with `labels` (-100: ignored), a loss."""
         outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = softcap(self.lm_head(outputs.last_hidden_state[:, positions]), self.model.shape.final_logit_softcapping)
@@ -238,7 +238,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         if shape_of(config).reward_pooling != "last":
-            raise ValueError("its reward is a mean over an answer, and transformers is not told where one begins; train with pooling=last")
+            raise ValueError("its reward is a mean over an answer, whose start transformers does not know; train with pooling=last")
         self.num_labels = config.num_labels
         self.model = PunaModel(config)
         self.score = Linear(config.hidden_size, config.num_labels)
@@ -249,7 +249,7 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
     ) -> SequenceClassifierOutputWithPast:  # fmt: skip
-        """Return scores [B, labels] of the last token that the mask marks (no mask: that is not padding); with `labels`, also the loss."""
+        """Return scores [B, labels] of each row's last token in the mask (no mask: last non-padding one); with `labels`, also the loss."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

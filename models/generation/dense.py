@@ -42,7 +42,7 @@ Pass = Callable[[Tensor, Layers, PagedPlan, Sequence[int | None]], Tensor]
 
 
 class Loops:
-    """A forward pass (`Pass`) through the layers and the final norm by compiled loops, with the rotary table."""
+    """A forward pass (`Pass`) that runs the layers and the final norm by compiled loops; it holds the rotary table."""
 
     def __init__(self, model: Transformer) -> None:
         self.config, self.layers = model.config, _dense_layers(model)

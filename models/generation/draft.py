@@ -36,7 +36,7 @@ class DraftedEngine(Engine):
         if draft.head != "lm" or draft.config.vocab_size != model.config.vocab_size:
             raise ValueError(f"a draft needs a language-model head over the model's {model.config.vocab_size} tokens")
         self.draft = draft
-        self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # numbers per token: to draw a guess, to accept it
+        self._numbers: WeakKeyDictionary[Answer, Any] = WeakKeyDictionary()  # two random numbers per token: to draw a guess, to accept it
         self._odds: dict[Answer, list[Tensor]] = {}  # the draft's distribution for each guess of this step
         self._ready: Sequence[Answer] = ()
         self._wrong: dict[Answer, RowError] = {}  # answers of this step for which the draft failed to guess

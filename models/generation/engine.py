@@ -258,7 +258,7 @@ class Engine:
             (hidden_ND, row), params, begin = answer.hidden, answer.request.params, len(answer.logprobs)
             if not parts or parts[-1][0] is not hidden_ND:
                 parts.append((hidden_ND, []))
-            if not answer.guess:  # most answers of most steps
+            if not answer.guess:  # the usual case: no speculation
                 draws.append(Draw(params, answer.uniform(begin), answer.request.prompt, answer.own if params.shifts else ()))
                 parts[-1][1].append(row)
                 continue

@@ -22,13 +22,13 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Grammar:
-    """A factory of token masks for JSON schemas. `size`: of the model's vocabulary; unknown ids are masked. ValueError without stop ids."""
+    """A factory of token masks for JSON schemas. `size`: the model's vocabulary size; ids unknown to the tokenizer are masked."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer
 
         if not tokenizer.stop_ids:
-            raise ValueError("the tokenizer names no token that ends an answer, so an answer of a given form could not end")
+            raise ValueError("the tokenizer has no stop token, so an answer that must fit a schema could not end")
         self.size = size
         self.tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=list(tokenizer.stop_ids))
 
@@ -60,7 +60,7 @@ class Mask:
             state = self._start.deep_copy()
             state.consume_tokens(list(tokens))
         if state.is_error():
-            raise ValueError(f"the answer {list(tokens)} left the form that it was to have: {state.get_error()}")
+            raise ValueError(f"the answer {list(tokens)} does not fit its schema: {state.get_error()}")
         words = np.frombuffer(state.compute_bitmask(), dtype=np.uint8)
         if len(self._reached) >= STATES:
             self._reached.pop(next(iter(self._reached)))

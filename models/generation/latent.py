@@ -1,13 +1,13 @@
 """Latent attention over pages: for all heads' keys and values, a token keeps one narrow vector and a rotated key part (DeepSeek-V2, 2.1).
 
-Two ways to the same numbers, up to the order of sums:
+Two methods give the same numbers, up to the order of sums:
 
 - spelled out (naive): each step recomputes the keys and values of all its pages, by training's matrix product, for ordinary attention. A
-  token's output equals training's bit for bit, so exact passes take this way. This way is cheap if many queries see few tokens.
+  token's output equals training's bit for bit, so exact passes use this method. It is cheap if many queries see few tokens.
 - absorbed: the keys' matrix multiplies the queries, the values' matrix the softmax-weighted sums of latents: no key or value is spelled out
-  (the paper's 2.1.2). This way is cheap if few queries see many tokens, as in decoding.
+  (the paper's 2.1.2). This method is cheap if few queries see many tokens, as in decoding.
 
-Passes that are not exact take the way with fewer multiplications, or the first way if an adapter wraps the matrix.
+Passes that are not exact use the method with fewer multiplications, or the first method if an adapter wraps the matrix.
 
 Shapes: N the step's tokens, H heads; widths L of latents, C of keys' unrotated part, R of their rotated part, V of values; P pages of S.
 """
@@ -92,7 +92,7 @@ class LatentPages(OverLatents):
         return torch.from_numpy(pages.astype(np.int64)).to(plan.device), moved
 
     def _absorbing(self, layer: LatentAttention) -> bool:
-        """True if the absorbed way takes fewer multiplications than spelling out keys and values, over the same query-key pairs."""
+        """True if the absorbed method takes fewer multiplications than spelling out keys and values, over the same query-key pairs."""
         mla, (pairs, tokens) = layer.mla, self._sizes
         wider = 2 * mla.kv_lora_rank - mla.qk_nope_head_dim - mla.v_head_dim
         grow = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)

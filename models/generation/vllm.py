@@ -87,7 +87,7 @@ class VllmEngine:
 
     def _params(self, params: SamplingParams, stop_ids: list[int], stop_texts: Sequence[str], seed: int) -> Any:
         if params.mask is not None or params.speculate:
-            raise ValueError("vLLM is given no masks and no guesses: leave mask and speculate out")
+            raise ValueError("vLLM supports neither masks nor speculation here: leave mask and speculate out")
         return self._vllm.SamplingParams(
             n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
             max_tokens=params.max_tokens, seed=seed, repetition_penalty=params.repetition_penalty, presence_penalty=params.presence_penalty,

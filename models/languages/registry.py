@@ -73,7 +73,7 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
                     twice = next(name for name in cells if cells.count(name) > 1)
                     raise ValueError(f"{file}: the column {twice!r} is there twice, line {number}: leave one")
                 if names and len(cells) > len(names):
-                    raise ValueError(f"{file}: line {number} has {len(cells)} cells, the line of names has {len(names)}")
+                    raise ValueError(f"{file}: line {number} has {len(cells)} cells, the header has {len(names)}")
                 if names:
                     rows.append(_row(dict(zip(names, cells, strict=False)), f"{file}: line {number}"))
                 names = names or cells

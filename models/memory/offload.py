@@ -1,4 +1,4 @@
-"""Inference of a model larger than memory: some layers are resident, the weights of the others (streamed layers) are loaded for each pass.
+"""Inference of a model larger than memory: some layers are resident, the others (streamed layers) are loaded for each pass.
 
 Streamed layers are loaded in turn while the layers before them compute. A thread reads weights from disk into one of a few buffers; for a
 GPU, a copy stream moves weights from pinned memory into one of two slots. `planner.py` chooses how many layers are resident. All operations
@@ -54,7 +54,7 @@ class Source:
         self.layouts = [Layout.of(tensors) for tensors in own]
         first, layer = self.weights({name: torch.empty(one.shape, device="meta") for name, one in own[0].items()}), own[0]
         self.as_it_lies = first.keys() == layer.keys() and all(one.dtype == dtype for tensors in own for one in tensors.values())
-        # Bytes: a layer's weights in the compute dtype, all weights outside the layers, the maximum read for a layer.
+        # Bytes: one layer's weights in the compute dtype, all weights outside the layers, the most that is read for one layer.
         whole, one_layer = (sum(p.numel() for p in part.parameters()) for part in (self._empty, self._empty.model.layers[0]))
         self.layer_bytes = one_layer * dtype.itemsize
         self.rest_bytes = whole * dtype.itemsize - self.config.num_hidden_layers * self.layer_bytes
@@ -179,7 +179,7 @@ class Slot:
 
 
 class Copies:
-    """Layers on a GPU: while one computes, the next of `numbers` is copied into the other of two slots."""
+    """Layers on a GPU: while one layer computes, the next layer in `numbers` is copied into the other of two slots."""
 
     def __init__(self, shelf: Shelf, source: Source, numbers: Sequence[int], device: torch.device) -> None:
         self.shelf, self.dtype, self.device = shelf, source.dtype, device
@@ -241,7 +241,7 @@ def exact_pass(model: Transformer) -> Pass:
 
 
 def spread(streamed: int, layers: int) -> list[int]:
-    """Return the indices of the streamed layers, spaced as evenly as possible, so that each is read while others compute."""
+    """Return the indices of the streamed layers, spaced as evenly as possible, so that a layer is read while other layers compute."""
     return [i for i in range(layers) if (i + 1) * streamed // layers > i * streamed // layers]
 
 

@@ -28,13 +28,13 @@ from puna.models.transformer import rotary_table
 STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PROBE_TOKENS = 256
 PROBE_LAYERS = 5
-OWN = 8_000_000  # bytes of the interpreter's objects and its allocators' reserves: 3 to 7 MB were measured
+OWN = 8_000_000  # bytes of the interpreter's objects and of allocator reserves: measured at 3 to 7 MB
 EXPOSED = 0.25  # share of the shorter of loading and computing that does not overlap: .09 to .46 in tests/benchmarks/offload.py
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The machine's rates with this model, per second. `bringing`: bytes of streamed layers loaded; `bandwidth`: bytes of weights read in a
+    """The machine's rates with this model, per second. `bringing`: bytes loaded of streamed layers; `bandwidth`: bytes of weights read in a
     pass over one token; `flops`: floating-point operations in a pass over many tokens."""
 
     bringing: float
@@ -158,7 +158,7 @@ def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:
-    """Return this machine's rates, in a few seconds: the disk's from the first `PROBE_LAYERS` layers, others from the first layer."""
+    """Measure this machine's rates in a few seconds: the disk's on the first `PROBE_LAYERS` layers, the others on the first layer."""
     shell = Shell(source.config)
     shell.put(source.layer(0, device))
     rates = [_compute_seconds(shell, source, tokens, device) for tokens in (1, PROBE_TOKENS)]

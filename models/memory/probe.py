@@ -1,4 +1,4 @@
-"""Measured rates of this CPU at a model's shapes. Products are rated by a training step, or by one linear layer of a large model."""
+"""Measured rates of this CPU at a model's shapes. Products are timed in a training step or, for a large model, in one linear layer."""
 
 from __future__ import annotations
 

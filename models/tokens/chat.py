@@ -119,7 +119,7 @@ class ChatFormat(Vocabulary):
         behind = self._render(turns, True, guarded, {}).partition(PROBE[1]["content"])[2]
         stop = self.find_special(behind, self.stop_ids)
         if stop is None:
-            raise ChatError(1, "the template writes no stop token behind the answer")
+            raise ChatError(1, "the template writes no stop token after the answer")
         return stop[2], self.encode_behind(behind[stop[1] :], stop[2], mark)[0]
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[Row]:
@@ -143,7 +143,7 @@ class ChatFormat(Vocabulary):
             rows[-1].extend(ids, True)
             text, last = answer.prompt + answer.body + stop, answer.stop
         if not rows:
-            raise ChatError(max(len(messages) - 1, 0), "no turn is the assistant's: there is nothing to train")
+            raise ChatError(max(len(messages) - 1, 0), "no turn has the role assistant: there is nothing to train on")
         return rows
 
     def _continue(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
@@ -184,7 +184,7 @@ class ChatFormat(Vocabulary):
             span = self._stop_of_next(messages, turn, whole, tools, mode, len(behind))
         start, stop, id_ = span
         if rest := self._special_pattern.sub("", behind[stop:]).strip():
-            raise ChatError(turn, f"the template writes {rest[:40]!r} behind the end of the answer")
+            raise ChatError(turn, f"the template writes {rest[:40]!r} after the end of the answer")
         body = behind[:start]
         self._check_shown(messages, turn, prompt, body)
         return _Answer(prompt, body, id_, _content(messages[turn], body))
@@ -192,8 +192,8 @@ class ChatFormat(Vocabulary):
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """Return (`size`, `size`, id) for the stop token at the start of the next turn: some templates write the token only there. Raise
-        ChatError if there is none."""
+        """Return (`size`, `size`, id) for the stop token at the start of the next turn: some templates write the stop token only there.
+        Raise ChatError if there is none."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)
@@ -202,7 +202,7 @@ class ChatFormat(Vocabulary):
         behind = longer[len(whole) :] if longer.startswith(whole) else ""
         stop = self.find_special(behind, self.stop_ids)
         if stop is None or behind[: stop[0]].strip():
-            raise ChatError(turn, "the template writes no stop token behind the answer")
+            raise ChatError(turn, "the template writes no stop token after the answer")
         return size, size, stop[2]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, mode: dict[str, bool]) -> str:

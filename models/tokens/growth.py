@@ -27,7 +27,7 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
     model, first = content["model"], tokenizer.vocab_size
     unfit = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
     if model["type"] != "BPE" or content["pre_tokenizer"] is None or any(model.get(name) for name in unfit):
-        raise TokenizerError("further tokens are learned for byte-level BPE only, as GPT-2, Llama 3, Qwen and SmolLM have it")
+        raise TokenizerError("new tokens can be learned only for byte-level BPE, as in GPT-2, Llama 3, Qwen and SmolLM")
     # Added tokens join the vocabulary: else they would be renumbered after the new ones.
     vocabulary = model["vocab"] = {**{token["content"]: token["id"] for token in content["added_tokens"]}, **model["vocab"]}
     pieces = {id_: text for text, id_ in vocabulary.items()}
@@ -78,7 +78,7 @@ def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transform
 
 
 def _old_ids(piece: bytes | None, old: Tokenizer) -> list[int]:
-    """Return the old token ids that encode `piece`, a new token's bytes; none for a special token (None) or part of a character."""
+    """Return the old token ids that encode `piece`, a new token's bytes; [] for a special token (None) or part of a character."""
     try:
         return old.encode((piece or b"").decode())
     except UnicodeDecodeError:

@@ -21,7 +21,7 @@ from puna.models import bounded_process
 from puna.models.bounded_process import LimitError, Process
 
 Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas of functions
-Message = Mapping[str, Any]  # one turn: `role`, `content`, and what else the template reads (`tool_calls`, `reasoning_content`, …)
+Message = Mapping[str, Any]  # one turn: `role`, `content`, and other keys that the template reads (`tool_calls`, `reasoning_content`, …)
 
 TODAY = datetime(2024, 7, 26)  # the date of `strftime_now`: the default date in Llama 3.1's template
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the keys under which data sets keep an answer's reasoning
@@ -118,7 +118,7 @@ def _environment() -> jinja2.Environment:
 
 
 class Template:
-    """A chat template. `source`: its text, or the texts by name if a model has several. Puna's own templates run in this process. Any other
+    """A chat template. `source`: the template's text, or several templates by name. Puna's own templates run in this process. Any other
     template is untrusted: it is compiled and rendered in a separate process with limits on time and memory."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
@@ -145,7 +145,7 @@ class Template:
         try:
             answer = _process.ask(request, self._key, self._given)
         except LimitError as error:
-            raise TemplateLimitError(f"the chat template is stopped: {error}") from error
+            raise TemplateLimitError(f"the chat template exceeds a limit: {error}") from error
         if (message := answer.get("error")) is not None:
             raise TemplateError(str(message))
         return str(answer["text"])

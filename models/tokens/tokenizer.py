@@ -26,7 +26,7 @@ BOS, EOS, EOT, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|fi
 START_HEADER, END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
 SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
-BROKEN = 32  # number of tokens without a whole character at their end after which `TextStream` waits for none: bytes that are no text
+BROKEN = 32  # tokens without a complete final character after which `TextStream` stops waiting: the bytes are not text
 
 
 class Tokenizer(ChatFormat):
@@ -115,7 +115,7 @@ class Tokenizer(ChatFormat):
     def begin(self) -> int:
         """Return the first token of each packed document: `bos`, else `eos` (as Qwen does). Raise TokenizerError if there is neither."""
         if not self.lead:
-            raise TokenizerError("the tokenizer names neither bos_token nor eos_token, by which packed documents are told apart")
+            raise TokenizerError("the tokenizer names neither bos_token nor eos_token, which separate packed documents")
         return self.lead[0]
 
     @property

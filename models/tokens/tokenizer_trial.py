@@ -1,4 +1,4 @@
-"""Safety of untrusted tokenizers: known steps run directly; others are first tried on each text, with limits on time and memory.
+"""Safety of untrusted tokenizers: known steps run directly; others are first run with limits on time and memory.
 
 A backtracking regular expression may take time that is polynomial or exponential in a text's length, and replacements may multiply the
 text. A pattern does not show this in general, so a separate process first runs a tokenizer's steps on each text, without the vocabulary.
@@ -101,7 +101,7 @@ class Trial:
         try:
             answer = _process.ask((text, markup), self._key, self._given, SECONDS + len(text) / 1e6)
         except LimitError as error:
-            raise ValueError(f"the tokenizer is stopped on a text of {len(text):,} characters: {error}; see {self._why}") from error
+            raise ValueError(f"the tokenizer exceeds a limit on a text of {len(text):,} characters: {error}; see {self._why}") from error
         if (message := answer.get("error")) is not None:
             raise ValueError(f"the tokenizer fails on a text of {len(text):,} characters: {message}; see {self._why}")
 

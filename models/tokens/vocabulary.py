@@ -115,7 +115,7 @@ class Vocabulary:
 
     def encode_markup(self, text: str, mark: str | None = None) -> Encoded:
         """Return the ids of a rendered conversation, with special tokens read as such, and each id's character span [start, stop). `mark`:
-        the character that `guard` put into special tokens in messages, which are therefore read as text."""
+        the character that `guard` put into special tokens written out in messages, so that they are read as text."""
         if mark is None or mark not in text:
             encoding = self._encoding(text, markup=True)
             return encoding.ids, encoding.offsets

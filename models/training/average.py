@@ -1,4 +1,4 @@
-"""Averages of models' weights: of models in memory, and of model folders on disk."""
+"""Averages of models' weights, for models in memory and for model folders on disk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WEIGHTS = "model.safetensors"
 
 
 def linear(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the fp64 sum of `tensors` times `shares`. Terms are added in ascending order, so the order of the models does not matter."""
+    """Return the fp64 sum of `tensors` times `shares`; terms are added in ascending order, so the order of the models does not matter."""
     terms = torch.stack([tensor.double() * share for tensor, share in zip(tensors, shares, strict=True)])
     return terms.sort(0).values.sum(0)
 
 
 def average(states: Sequence[Mapping[str, Tensor] | nn.Module], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """Return the average of models or state dicts; raise ValueError if tensor names or shapes differ. `weights`: at least 0, with any
-    positive sum; None: all equal. The fp64 mean does not depend on the states' order. Each tensor has the widest of its dtypes."""
+    """Return the average of models or state dicts; raise ValueError if tensor names or shapes differ. `weights`: at least 0, not all 0;
+    None: all equal. The fp64 mean does not depend on the order of the states. Each tensor has the widest of its dtypes."""
     tables = [_table(state) for state in states]
     shares = _shares(len(tables), weights)
     for number, table in enumerate(tables[1:], 2):

@@ -1,4 +1,4 @@
-"""Reading of boxes of a checkpoint's tensors, from one file or several. A box is (start, stop) along each dimension of a whole tensor."""
+"""Reading of parts (boxes) of a checkpoint's tensors from its files. A box is (start, stop) along each dimension of a whole tensor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TENSORS = "state.safetensors"
-"""Name of the tensor file in a checkpoint that one process wrote; it holds all tensors, whole."""
+"""Name of the tensor file in a checkpoint written by one process, which holds whole tensors."""
 WHOLE = "rollout."
-"""Prefix of the tensors that every rank reads whole: the numbers of a rollout in progress."""
+"""Prefix of the tensors that every rank reads whole: those of a rollout in progress."""
 Box = tuple[tuple[int, int], ...]
 Index = dict[str, dict[str, Any]]
 """File → tensor name → its `shape` and `box`."""
@@ -54,7 +54,7 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
                 else:
                     continue
                 if tuple(own_shape) != shape:
-                    raise ValueError(f"the state of the training does not fit: {name} is {shape} in it, {tuple(own_shape)} in this model")
+                    raise ValueError(f"the saved training state does not fit: {name} is {shape} there, {tuple(own_shape)} in this model")
                 shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, own, strict=True)]
                 if any(start >= stop for start, stop in shared):
                     continue
@@ -68,7 +68,7 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
     for name, (_, own) in (wanted or {}).items():
         size = math.prod(stop - start for start, stop in own)
         if size and covered.get(name, 0) != size:
-            raise ValueError(f"the state of the training does not fit: of {name} it has {covered.get(name, 0)} of {size} numbers")
+            raise ValueError(f"the saved training state does not fit: it has only {covered.get(name, 0)} of {size} numbers of {name}")
         if not size:
             out[name] = torch.empty([stop - start for start, stop in own])
     return out

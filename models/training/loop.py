@@ -81,7 +81,7 @@ def train(
             log.append(row)
             check_skips(log, config.optimizer.max_skipped)
             _average(average, trainer.weights, config, row)
-            if on_step is not None:  # before the step is saved, so that after a crash no saved step lacks its call
+            if on_step is not None:  # before the step is saved: after a crash, no saved step then lacks its call of `on_step`
                 with trainer.whole_weights(watched(step)):
                     on_step(row)
             saver.save_if_due(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))

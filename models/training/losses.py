@@ -1,7 +1,7 @@
 """Preference losses by name: pure functions of summed log-probabilities, whose keyword-only parameters are settings.
 
-Other packages register theirs with `@preference_loss("name")`, in modules that the entry points `puna.losses` name. Nothing here imports
-torch before it computes: forms and checks before a run read the registry.
+Other packages register their losses with `@preference_loss("name")`, in modules named by the entry points `puna.losses`. Nothing here
+imports torch before a loss is computed, because forms and preflight checks read the registry.
 """
 
 from __future__ import annotations

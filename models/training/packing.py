@@ -1,4 +1,4 @@
-"""The examples of a step and their packing into rows, as pure functions of the step."""
+"""The choice of a step's examples and their packing into rows, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[n
 
 
 def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
-    """Return the indices of the examples of a step (1-based): the next `batch_size` in an endless sequence of epochs. Every example comes
+    """Return the indices of the examples of a step (1-based): the next `batch_size` in an endless sequence of epochs. Every example occurs
     exactly once per epoch, even if a step spans two epochs, so a resumed run neither skips nor repeats an example."""
     ramp = Ramp((batch_size,)) if isinstance(batch_size, int) else batch_size
     if count < 1 or step < 1:

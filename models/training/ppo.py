@@ -170,7 +170,7 @@ def _train(
             stack.enter_context(trainer)
         saver = stack.enter_context(Saver(config.compute.save_seconds, write if checkpoint_dir is not None else None, ranks.mesh.agree))
         source.follow = saver.end_if_asked
-        if ranks.processes == 1:  # not between the critic's layers, because the policy is updated by then
+        if ranks.processes == 1:  # not between the critic's layers: by then the policy is already updated
             stack.enter_context(between_layers((parts["policy"][0], reference.model), saver.leave_if_asked))
         for rollout in range(len(log) + 1, config.rollouts + 1):
             start = time.perf_counter()

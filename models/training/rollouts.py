@@ -54,13 +54,13 @@ WATCHED = 8
 class Sampled:
     """A rollout's prompts and answers with their scores; [A] by answer, [N] by answer token, replies between turns included.
 
-    `mask`: True at the policy's own tokens; elsewhere `logprobs` (policy) and `reference` (reference model) are 0. `kl`: KL divergence
-    from the reference, nats per answer; if None, `reference` repeats the policy's log-probs. `score`, `unequal`: mean score, and share of
-    prompts whose answers differ in reward, over all sampled prompts, among which `resample` chose. `drawn`: answers of all these prompts,
-    and the policy's tokens in them. `version`: number of rollouts on which the answering weights had been trained. `parts`: parts of the
-    scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens' weights in the loss
-    (Puna's engine: 1). `mismatch`: the mean of log q - log p over tokens, with q another engine's and p the policy's probability (Puna's
-    engine: None).
+    `mask`: True at the policy's own tokens; elsewhere `logprobs` (policy) and `reference` (reference model) are 0. `kl`: KL divergence from
+    the reference, nats per answer; if None, `reference` repeats the policy's log-probs. `score`, `unequal`: mean score, and share of
+    prompts whose answers differ in reward, over all sampled prompts, before the choice by `resample`. `drawn`: answers of all these
+    prompts, and the policy's tokens in them. `version`: number of rollouts on which the answering weights had been trained. `parts`: parts
+    of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens' weights in the
+    loss (Puna's engine: 1). `mismatch`: the mean of log q - log p over tokens, with q another engine's and p the policy's probability
+    (Puna's engine: None).
     """
 
     asked: list[list[int]]
@@ -112,12 +112,12 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollouts(Generic[Config]):
-    """The models, prompts and settings by which a training run's answers are sampled and scored.
+    """The models, prompts and settings for sampling and scoring a training run's answers.
 
     `prompts` are token ids up to and including the assistant's header, `stop` the ids that end an answer. `scorer` returns each answer's
-    reward: `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that train and that sample; None: as the settings say. A rank
-    answers some prompts, and all ranks score all answers; in exact passes the answers equal one process's. `keep` stores the answers' rows.
-    `generate` answers prompts, in one turn or several (`converse`). `device`: where this rank's pieces of the policy are; None: the
+    reward: `reward_model_scorer(model)`, or a verifier. `groups`: the ranks that train and the ranks that sample; None: by the settings. A
+    rank answers some prompts, and all ranks score all answers; in exact passes the answers equal one process's. `keep` stores the answers'
+    rows. `generate` answers prompts, in one turn or several (`converse`). `device`: where this rank's pieces of the policy are; None: the
     policy's device. `between`: the scorer of rollouts that are not in `watched_rollouts`; None: `scorer`. `other`: returns another engine
     for a model's weights, whose tokens get `importance_weights`; None: Puna's engine.
     """

@@ -73,7 +73,7 @@ def learning_rate(
     if schedule == "wsd":
         shape = 1.0 - math.sqrt(max(0.0, (step - (steps - decay_steps)) / (decay_steps + 1)))
     else:
-        # Without warm-up, step 1 is at the peak; with warm-up, step `warmup_steps` is.
+        # Step 1 without warm-up, or step `warmup_steps` with it, is at the peak.
         first = max(warmup_steps, 1)
         done = (step - first) / (steps + 1 - first)
         shape = 0.5 * (1.0 + math.cos(math.pi * done)) if schedule == "cosine" else 1.0 - done

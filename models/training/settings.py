@@ -135,7 +135,7 @@ class ScheduleSettings(Settings):
             raise ValueError(f"schedule.average must lie in 0..anneal_steps ({anneal}), not {self.average}")
 
     def of_part(self, share: float) -> ScheduleSettings:
-        """Return the schedule of a run of a share (0 to 1) of the steps: its numbers of steps shrink with it."""
+        """Return the schedule for a share (0 to 1) of the run: all numbers of steps are multiplied by the share."""
         steps = {name: getattr(self, name) for name in ("warmup_steps", "decay_steps", "anneal_steps")}
         return self.replace(**{name: max(1, int(value * share)) if value >= 1 else value for name, value in steps.items()})
 
@@ -331,7 +331,7 @@ class RolloutSettings(Settings):
         if self.generate and len((layout := self.compute.layout).axes) > 1:
             raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample, only by one axis")
         if self.generate % self.generate_tensor or (self.generate_tensor > 1 and not self.generate):
-            raise ValueError(f"generate {self.generate} is no number of groups of generate_tensor {self.generate_tensor} processes")
+            raise ValueError(f"generate {self.generate} is not a multiple of generate_tensor {self.generate_tensor} processes")
         if self.schedule.ema or self.schedule.average:
             raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
         for name in ("spike_window", "spike_limit", "max_skipped"):
@@ -391,11 +391,11 @@ class GrpoSettings(RolloutSettings):
         None, gt=0, description="Clip range of the probability ratio above 1, if it differs (DAPO: 0.28); null: clip"
     )
     turns: int = Field(
-        1, ge=1, le=64, description="Most turns of the policy in an answer. Between turns, a tool replies, or the prompt's verifier if "
+        1, ge=1, le=64, description="Maximum turns of the policy in an answer. Between turns, a tool replies, or the prompt's verifier if "
         "it is an environment. Only the policy's tokens are trained; max_tokens limits all turns and replies together"
     )  # fmt: skip
     resample: int = Field(
-        0, ge=0, le=20, description="Most extra draws of prompts in a rollout, until enough prompts have answers with different rewards; "
+        0, ge=0, le=20, description="Maximum draws of more prompts in a rollout, until enough prompts have answers with different rewards; "
         "such prompts are preferred for training (DAPO's dynamic sampling); 0: none"
     )  # fmt: skip
 

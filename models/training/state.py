@@ -31,8 +31,8 @@ announce: Callable[[], object] | None = None
 
 
 class Stop:
-    """Handling of SIGINT and SIGTERM during training: the first signal of a kind waits for `act`, the second acts at once. Outside the
-    main thread, which alone receives signals, this class does nothing."""
+    """Handling of SIGINT and SIGTERM during training: the first signal of a kind waits for `act`, the second takes effect at once. Outside
+    the main thread, the only one that receives signals, this class does nothing."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -170,7 +170,7 @@ class Saver:
 
 
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` under `folder`, remove all others, and return its path. `tensors`: all torch's or all numpy's.
+    """Write the checkpoint of `step` under `folder`, remove all others, and return its path. `tensors`: all of torch or all of numpy.
 
     The checkpoint is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
     """
@@ -210,7 +210,7 @@ def publish(temporary: Path, final: Path) -> None:
 def load_state(folder: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return the record, and the tensors whose names begin with `prefix`, of the newest undamaged checkpoint under `folder`; None if there
     is none. Remove newer, damaged checkpoints with a warning, so that no run continues from damaged weights. Raise OSError if the disk
-    does not answer."""
+    fails."""
     from safetensors.torch import load
 
     return _newest(folder, lambda data: {name: tensor for name, tensor in load(data).items() if name.startswith(prefix)}, prefix)
@@ -234,7 +234,7 @@ def _newest(folder: Path, load: Callable[[bytes], Tensors], prefix: str = "") ->
                 return load(tensors), json.loads(text)
         except DAMAGE as error:
             raise_if_disk(error)
-        warnings.warn(f"{path}: the state of the training is damaged and removed; an older state is read if there is one", stacklevel=2)
+        warnings.warn(f"{path}: the saved training state was damaged and is removed; an older state is used if there is one", stacklevel=2)
         shutil.rmtree(path)
     return None
 
@@ -251,7 +251,7 @@ def load_record(folder: Path) -> dict[str, Any] | None:
 
 
 def raise_if_disk(error: Exception) -> None:
-    """Raise an error of a disk that does not answer now: the checkpoint it holds may be sound."""
+    """Raise an error that means that the disk fails now: the checkpoint on it may be intact."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         raise error
 

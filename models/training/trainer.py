@@ -215,7 +215,7 @@ class Trainer:
         return {"model_flops_utilization": flops * readers / seconds / peak / self.parallel.processes}
 
     def _collect(self) -> None:
-        """Add a bf16 model's gradients to those of the fp32 weights; in fp32 they are the same tensors."""
+        """Add a bf16 model's gradients to the gradients of the fp32 weights; in fp32 both are the same tensors."""
         for name, parameter in self.parameters.items() if self._originals else ():
             if parameter.grad is not None:
                 weight, gradient = self.weights[name], parameter.grad.float()
@@ -244,7 +244,7 @@ class Trainer:
         own = self.tensors()
         shapes, saved_shapes = ({name: tensor.shape for name, tensor in some.items()} for some in (own, tensors))
         if different := sorted(name for name in own.keys() | tensors.keys() if shapes.get(name) != saved_shapes.get(name)):
-            raise ValueError(f"the state of the training does not fit: {different[0]} is {saved_shapes.get(different[0])} in it, and "
+            raise ValueError(f"the saved training state does not fit: {different[0]} is {saved_shapes.get(different[0])} in it, and "
                              f"{shapes.get(different[0])} in this model with its optimiser; remove the state to begin anew")  # fmt: skip
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -252,7 +252,7 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state with another run's tensors `state.…`, for whole weights or this rank's pieces; of whole
+        """Overwrite the optimisers' state with another run's tensors `state.…`, for whole weights or this rank's pieces; from whole
         tensors, this rank takes its pieces. Raise ValueError if the optimisers or the weights' shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}

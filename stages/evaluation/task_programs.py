@@ -22,8 +22,8 @@ from puna.models.bounded_process import LimitError, Process
 from puna.storage import PunaError, errors_at
 
 Row = Mapping[str, Any]
-ROWS = 32  # rows per request
-SECONDS = 5.0  # seconds of computation per request
+ROWS = 32  # rows of one request
+SECONDS = 5.0  # seconds of CPU time for one request
 FAULTS = (jinja2.TemplateError, re.error, TypeError, ValueError, SyntaxError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 

@@ -324,7 +324,7 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
         if not cells:
             number -= 1
         elif len(cells) != len(names):
-            yield Fault(number, "", "invalid_csv", f"has {len(cells)} cells, the line of names has {len(names)}")
+            yield Fault(number, "", "invalid_csv", f"has {len(cells)} cells, the header has {len(names)}")
         else:
             yield Row(number, dict(zip(names, cells, strict=True)))
 

@@ -45,7 +45,7 @@ def chat_template(facts: Facts, *inputs: str) -> list[str]:
 def documents_apart(facts: Facts, *inputs: str) -> list[str]:
     """Return an error message for each model of these inputs whose tokenizer has no BOS or EOS token to separate packed documents."""
     return [
-        f"{model.id} has a tokenizer without bos_token and eos_token, by which packed documents are told apart; "
+        f"{model.id} has a tokenizer without bos_token and eos_token, which separate packed documents; "
         "name one in its tokenizer_config.json and import it again"
         for model in models_of(facts, *inputs)
         if not tokenizer_of(model).lead

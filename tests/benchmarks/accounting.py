@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[ModelConfig, list[int]]] = {
 
 
 def trainer(config: ModelConfig, lengths: list[int], checkpointing: bool = False) -> Callable[[int], None]:
-    """One training step on random documents of these lengths."""
+    """Return a function that runs one training step on random documents of these lengths."""
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     settings = TrainConfig(steps=10_000, schedule={"learning_rate": 1e-4}, compute={"activation_checkpointing": checkpointing})
     trainer = Trainer(model, LanguageModeling(), settings)
@@ -49,7 +49,7 @@ def trainer(config: ModelConfig, lengths: list[int], checkpointing: bool = False
 
 
 def peak_of(config: ModelConfig, lengths: list[int], checkpointing: bool = False) -> int:
-    """Largest sum of tensor bytes alive in a step after the first, weights and moments included."""
+    """Return the largest sum of tensor bytes alive in a step after the first, including weights and moments."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
@@ -61,12 +61,12 @@ def peak_of(config: ModelConfig, lengths: list[int], checkpointing: bool = False
         trace.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     totals = [(e["ts"], e["args"]["Total Allocated"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
-    before = min((ts, total - size) for ts, total, size in totals)[1]  # of earlier work in this process
+    before = min((ts, total - size) for ts, total, size in totals)[1]  # tensors of earlier work in this process
     return max(total for _, total, _ in totals) - before
 
 
 def seconds_of(config: ModelConfig, lengths: list[int], rounds: int) -> float:
-    """Process CPU seconds of a step, the best of several."""
+    """Return a step's process CPU seconds: the minimum over several steps."""
     step = trainer(config, lengths)
     best = float("inf")
     for number in range(1, rounds + 2):

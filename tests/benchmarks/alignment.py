@@ -1,19 +1,20 @@
-"""The demo's alignment beside its control arms on seeds drawn from the date: what a round earns over arms with as large a budget.
+"""The demo's alignment round compared with control arms of at least the same budget, on seeds drawn from the date.
 
     puna run pipeline --recipe demo --store STORE --set rounds=0        # a base model, once
     python tests/benchmarks/alignment.py --store STORE --model base@latest --seeds 5 --json
 
-Each seed draws other prompts, other held-out digits and other answers; the base model is one. Every seed that is run is reported. Gains
-are paired differences over the held-out questions of all seeds, with their 95 % interval over questions, and by seed: seeds differ more
-than questions do. A control has as many checker calls, labels, sampled tokens, updates and trained answers as the round, or more.
+Each seed draws different prompts, held-out digits and answers; all seeds share one base model. Every seed that is run is reported. Gains
+are paired differences over the held-out questions of all seeds, with 95 % intervals over questions and over seeds: seeds differ more than
+questions do. A control has at least as many checker calls, labels, sampled tokens, updates and trained answers as the round.
 
-`lookup_right_max`: most right answers of a gold answer that is repeated, no model. `budget_ratio_min`: smallest budget of an arm that
-is called a control over the round's. `round_over_before`, `round_over_equal_checks`, `round_over_equal_cpu`: right answers of the round
-over the policy that it begins with, the strongest control, and the strongest arm with as many CPU seconds. `taste_over_equal_checks`:
-answers right and liked, over the strongest finetuning on checked answers, ranked by the same reward model or not. `round_over_rl`: over
-reinforcement learning alone. `second_round_gain`: of the second round over the first, right, and right and liked, and its gate's verdict.
+`lookup_right_max`: the most right answers that repeating one gold answer gives, without a model. `budget_ratio_min`: smallest ratio of a
+control's budget to the round's. `round_over_before`, `round_over_equal_checks`, `round_over_equal_cpu`: gain in right answers of the round
+over the policy that it starts from, over the strongest control, and over the strongest arm with as many CPU seconds.
+`taste_over_equal_checks`: gain in answers that are right and liked, over the strongest finetuning on checked answers, whether or not the
+same reward model ranks these. `round_over_rl`: gain over reinforcement learning alone. `second_round_gain`: gain of the second round over
+the first (right, and right and liked), and the gate's verdict on it.
 
-Runs are resumed. CPU seconds are those that the stages took when their artifacts were written: compare arms of one machine and load.
+Runs are resumed. CPU seconds were recorded when the stages ran: compare only arms that ran on one machine under the same load.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def run(seed: int, store: Path, model: str, changes: Sequence[str]) -> dict[str,
 
 
 def strongest(metric: str, names: Sequence[str], fits: Callable[[Arms, str], bool]) -> Choice:
-    """Return a function that names a round's strongest of the arms that fit; None where there is none."""
+    """Return a function that names the strongest arm of a round that `fits` accepts; None if there is none."""
 
     def chosen(one: Arms) -> str | None:
         there = [name for name in names if name in one.scores and fits(one, name)]
@@ -73,7 +74,7 @@ def strongest(metric: str, names: Sequence[str], fits: Callable[[Arms, str], boo
 
 
 def gain(rounds: Mapping[int, Arms], metric: str, choice: Choice) -> dict[str, Any] | None:
-    """Return the round's gain over the chosen arms, over the questions of all seeds and by seed; None where no arm fits."""
+    """Return the round's gain over the chosen arms, over the questions of all seeds and by seed; None if no arm fits."""
     chosen = {seed: (one, name) for seed, one in rounds.items() if (name := choice(one)) is not None}
     if not chosen:
         return None
@@ -93,7 +94,7 @@ def as_many_seconds(one: Arms, name: str) -> bool:
 
 
 def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:
-    """Return the figures of all seeds' artifacts by step."""
+    """Return the figures of all seeds. `made`: seed → step → artifact."""
     rounds = {seed: arms.rounds((s, a) for s, a in steps.items() if a.kind == "evaluation") for seed, steps in made.items()}
     first = {seed: found[0] for seed, found in rounds.items()}
     without = {seed: answers_without_model(steps["prompts"].read().to_pylist()) for seed, steps in made.items()}
@@ -131,7 +132,7 @@ def table(one: Arms) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds of the day")
     parser.add_argument("--day", type=datetime.date.fromisoformat, default=datetime.date.today(), help="YYYY-MM-DD; default: today")

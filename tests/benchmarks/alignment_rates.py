@@ -1,9 +1,10 @@
-"""Settings of RL and of finetuning on checked answers, searched alike: arms from one shared finetuned model and reward model.
+"""A search for settings of RL and of finetuning on checked answers, the same for both: all arms share one finetuned model and reward model.
 
     python tests/benchmarks/alignment_rates.py --store STORE --seeds 101 102 --arm "rl grpo_equal.schedule.learning_rate=0.002" --arm ranked
 
-Give seeds that are never reported. An arm is a kind and changes of the recipe: `rl`; `checked` and `ranked` finetuning (`most=N`: answers to a
-prompt); `iterated` (`parts=N`); `half`, finetuning and then RL. One line of JSON for each arm: shares of right and of liked answers, CPU seconds.
+Use seeds that are never reported. An arm is a kind and changes to the recipe: `rl`; `checked` and `ranked` finetuning (`most=N`: answers
+per prompt); `iterated` (`parts=N`); `half`, finetuning and then RL. Prints one line of JSON per arm: shares of right and of liked answers,
+CPU seconds.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ SHARED = ("rounds=1", "controls=false", "grpo=null", "sft_again=null")
 
 
 class Round:
-    """A round of one seed until its last training step."""
+    """A round of one seed, up to its last training step."""
 
     def __init__(self, store: Path, seed: int, model: str, changes: Sequence[str]) -> None:
         self.made = alignment.run(seed, store, model, (*SHARED, *changes))
         self.store, self.seed, self.changes = Store.open(store), seed, changes
 
     def make(self, stage: Any, field: str, changes: Sequence[str], given: dict[str, Any], **more: Any) -> Artifact:
-        """Return the artifact of a stage by the recipe's settings with changes."""
+        """Return the artifact of a stage with the recipe's settings and `changes`."""
         values = {**(read_values("demo", [*self.changes, *changes])[0].get(field) or {}), "seed": self.seed, **more}
         return execute(stage, parse(stage.config, {k: v for k, v in values.items() if k in stage.config.model_fields}, field), given, self.store)
 
     def tuned(self, model: Artifact, changes: Sequence[str], ranked: bool, most: int, parts: int) -> list[Artifact]:
-        """Return the artifacts of finetuning on checked answers, the model last."""
+        """Return the artifacts of finetuning on checked answers; the model is the last one."""
         values, made = read_values("demo", [*self.changes, *changes])[0], self.made
         prompts, training = made["prompts_1"], values["sft_equal"]["training"]
         count, steps = -(-values["sample_equal"]["answers"] // parts), -(-training["steps"] // parts)
@@ -55,7 +56,7 @@ class Round:
         return [asked, picked, self.make(sft, "sft_equal", changes, data, training={**training, "steps": steps})]
 
     def reinforced(self, policy: Artifact, changes: Sequence[str], parts: int = 1) -> Artifact:
-        """Return the policy after a part of RL."""
+        """Return the policy after `1 / parts` of the RL training."""
         rollouts = -(-read_values("demo", [*self.changes, *changes])[0]["grpo_equal"]["rollouts"] // parts)
         given = {"policy": policy, "reward_model": [self.made["reward_model_1"]], "prompts": self.made["prompts_1"]}
         return self.make(grpo, "grpo_equal", changes, given, rollouts=rollouts)
@@ -84,7 +85,7 @@ class Round:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)

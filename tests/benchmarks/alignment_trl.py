@@ -1,14 +1,14 @@
-"""Puna's GRPO beside TRL's on the demo's base model: gains in right answers for equal CPU seconds. Or beside Puna's PPO.
+"""Puna's GRPO compared with TRL's GRPO, or with Puna's PPO, on the demo's base model: gains in right answers for equal CPU seconds.
 
     puna run pipeline --recipe demo --store STORE --set rounds=0        # a base model, once
     python tests/benchmarks/alignment_trl.py --store STORE --seeds 101 --rates 4e-4 1e-3
     python tests/benchmarks/alignment_trl.py --store STORE --seeds 1 2 3 --json
     python tests/benchmarks/alignment_trl.py --store STORE --peer ppo --seeds 1 2 3 --json
 
-Both begin with one finetuned model and have its prompts, its checker, AdamW, one thread, and the same rollouts and updates. TRL trains until it
-has used the CPU seconds that Puna's whole stage took; its start and its saving are free. Rates of both are searched alike on a seed that is not
-reported. PPO has the same rollouts, updates and rewards, and no limit of CPU seconds: its critic starts as the policy with a zero head.
-Measured: greedy answers to the held-out questions that are right, by question.
+Both start from one finetuned model and use the same prompts, checker, optimiser (AdamW), thread count (1), rollouts and updates. TRL trains
+until it has used the CPU seconds of Puna's whole stage; TRL's start-up and saving are not counted. The learning rates of both are searched
+in the same way on a seed that is not reported. PPO has the same rollouts, updates and rewards but no limit of CPU seconds; its critic
+starts as the policy with a zero head. Measured: right greedy answers to the held-out questions, by question.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ ROLLOUT: dict[str, Any] = {
 
 
 class Seed:
-    """What both arms of a seed begin with: prompts of the demo, and the model finetuned on their gold answers.
+    """The common start of a seed's two arms: prompts of the demo, and the model finetuned on their gold answers.
 
-    start: the seed of these, where several seeds share them and differ in what reinforcement learning draws."""
+    start: the seed of prompts and model, if several seeds share these and differ only in the draws of reinforcement learning.
+    """
 
     def __init__(self, store: Store, base: Artifact, start: int, seed: int) -> None:
         self.store, self.start, self.seed, self.recipe = store, start, start, read_values("demo", [])[0]
@@ -57,12 +58,12 @@ class Seed:
         self.seed = seed
 
     def make(self, stage: Any, values: dict[str, Any], given: dict[str, Any]) -> Artifact:
-        """Return the artifact of a stage, of this seed where the stage draws."""
+        """Return the artifact of a stage, with this seed if the stage is random."""
         seeded = values | ({"seed": self.seed} if "seed" in stage.config.model_fields else {})
         return execute(stage, parse(stage.config, seeded, stage.name), given, self.store)
 
     def right(self, model: Artifact) -> dict[str, float]:
-        """Return 1 or 0 for each held-out question: the greedy answer is right."""
+        """Return, for each held-out question, 1 if the greedy answer is right, else 0."""
         made = execute(
             evaluate, parse(evaluate.config, self.recipe["evaluate"], "evaluate"), {"model": model, "prompts": self.tasks}, self.store
         )
@@ -73,7 +74,7 @@ class Seed:
         return self.make(stage, values, {"policy": self.policy, "prompts": self.asked})
 
     def trl(self, rate: float, seconds: float, folder: Path) -> tuple[Artifact, dict[str, Any]]:
-        """Return TRL's model, and what it used."""
+        """Return TRL's model and the budget that it used."""
         settings = parse(grpo.config, ROLLOUT | {"schedule": {"learning_rate": rate}}, "grpo")
         own = folder / f"trl-{self.seed}-{rate:g}-{seconds:.0f}"
         if not (own / "used.json").is_file():
@@ -85,7 +86,7 @@ class Seed:
 
 
 def measured(one: Seed, rates: dict[str, float], folder: Path, peer: str) -> dict[str, Any]:
-    """Return the scores of a seed's arms, and what they took."""
+    """Return the scores of a seed's arms and the budgets that they used."""
     ours = one.puna(rates["puna"])
     took = {"puna": budget(ours)}
     log = None
@@ -100,7 +101,7 @@ def measured(one: Seed, rates: dict[str, float], folder: Path, peer: str) -> dic
 
 
 def budget(model: Artifact) -> dict[str, float]:
-    """Return what the training of a model used."""
+    """Return the budget that the training of a model used."""
     counts = {name: float(model.manifest.metrics[name]) for name in ("updates", "checker_calls", "sampled_tokens")}
     return counts | {"cpu_seconds": float(model.manifest.timings["cpu_seconds"])}
 
@@ -111,7 +112,7 @@ def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
     for one, name in ((one, name) for one in seeds for name in answers):
         for key, value in one["scores"][name].items():
             answers[name].setdefault(f"{one['start']}/{key}", []).append(value)
-    # Seeds of one start have the same questions: a question counts once, by its mean.
+    # Seeds with a common start have the same questions, so each question counts once, by its mean.
     pooled = {name: {key: statistics.fmean(values) for key, values in some.items()} for name, some in answers.items()}
     found: dict[str, Any] = {"seeds_reported": [one["seed"] for one in seeds]}
     peer = next(name for name in answers if name not in ("before", "puna"))
@@ -131,7 +132,7 @@ def figures(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--model", default="base@latest")

@@ -1,14 +1,14 @@
-"""What strangers can do: hostile data, model files, templates and requests, and a count of those that do harm.
+"""Attacks by untrusted parties (hostile data, model files, templates and requests), and counts of those that do harm.
 
     PYTHONPATH=.pkg python tests/benchmarks/attacks.py --json [--requests 1000]
 
-`code_from_data`: functions that a prompt's verifier may name though nobody allowed them. `strangers_harmed`: hostile requests to Puna's
-pages that fail, are answered to another site, change the store, fetch an address or end the server; `cross_site_effects`: those of them
-that another site's page sends. `answers_ended`: requests to a model that end others' answers. `model_files_accepted`,
-`adapters_merged`, `texts_encoded` and `templates_rendered`: hostile files, adapters, texts for hostile tokenizers and chat templates that
-are not refused within 2 s of computing. `rot_committed_wrong`: flipped bits of committed
-files that a stage commits a wrong result of, and `rot_raw_errors`: those that end in an error that does not name the artifact.
-`sandbox_over_limit`: programs that hold memory which their limit does not count. `tests_fooled`: hostile answers that pass a test.
+`code_from_data`: functions that a prompt's verifier can name although nobody allowed them. `strangers_harmed`: hostile requests to Puna's
+pages that fail, are answered to another site, change the store, fetch an address or end the server; `cross_site_effects`: those of these
+requests that another site's page sends. `answers_ended`: requests to a model that end other users' answers. `model_files_accepted`,
+`adapters_merged`, `texts_encoded` and `templates_rendered`: hostile files, adapters, texts for hostile tokenizers, and chat templates that
+are not refused within 2 s of CPU time. `rot_committed_wrong`: flipped bits of committed files from which a stage commits a wrong result;
+`rot_raw_errors`: flipped bits that end in an error that does not name the artifact. `sandbox_over_limit`: programs that hold memory that
+their limit does not count. `tests_fooled`: hostile answers that pass a test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.reliability.cases_rot import rot_cases  # noqa: E402
 from tests.security import cases_code, cases_doors, cases_fooled, cases_models, cases_verify  # noqa: E402
 
 LIMIT = 2.0
-"""Seconds of computing within which a hostile file or template is refused."""
+"""CPU seconds within which a hostile file or template must be refused."""
 
 
 def code_from_data(folder: Path) -> dict[str, int]:
@@ -92,7 +92,7 @@ def main() -> None:
         places = [Path(folder) / name for name in ("code", "store", "models", "rot")]
         for place in places:
             place.mkdir()
-        # Before the requests, whose children count with their computing when they end.
+        # This runs before the requests, whose child processes add their CPU time when they end.
         found |= models(places[2])
         found |= code_from_data(places[0]) | requests(places[1], options.requests)
         found |= rot(places[3], options.flips) | {"sandbox_over_limit": cases_verify.sandbox_over_limit()}

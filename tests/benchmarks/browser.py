@@ -1,13 +1,14 @@
-"""What a person does in a browser, by real clicks, on a store that holds nothing: does every step of it work, and what does it look like?
+"""A user's session in a browser, by real clicks, starting from an empty store: checks that each step works, and takes pictures.
 
     pip install playwright
     PYTHONPATH=.pkg python tests/benchmarks/browser.py --json [--pictures FOLDER] [--sample FOLDER]
 
-Starts `puna up` on a new store and drives Chromium (`--chromium`, the one of the system; nothing is downloaded): `curate` from its form,
-watched and its funnel opened; a stage on a picked artifact with a changed number; wrong values; a training that is stopped and goes on;
-a round that a person approves; two models evaluated and compared; a schedule set in Prefect's UI that survives a restart and fires; a project begun by its name; a threshold moved; a search; what a text resembles; a question in SQL; every
-page at 390 px and in the dark. Every step that fails is told with its reason. `--sample`: the pages of `puna demo-pages`, fetched where it is
-not given. `--store` and `--steps` go on in a store that is there.
+Starts `puna up` on a new store and drives Chromium (`--chromium`: the system's binary; nothing is downloaded). The steps: run `curate` from
+its form, follow the run and open its funnel; run a stage on a picked artifact with a changed number; enter wrong values; stop a training
+and resume it; approve a round; evaluate and compare two models; set a schedule in Prefect's UI that survives a restart and fires; create a
+project by running a form with its name; move a threshold; search; list documents similar to one; ask a question in SQL; open every page at
+390 px and in dark mode. Each failing step is reported with its reason. `--sample`: the pages of `puna demo-pages`, fetched if the option is
+missing. `--store` and `--steps` continue in an existing store.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 LONG = 900.0
-"""Seconds that a run may take on a loaded machine."""
+"""Maximum seconds of a run on a loaded machine."""
 PAGES = {
     "home": "/puna/", "start": "/puna/start", "curate": "/puna/start/curate", "artifacts": "/puna/artifacts", "documents": "/puna/documents?q=the",
     "rules": "/puna/rules", "benchmarks": "/puna/benchmarks", "rounds": "/puna/rounds", "sql": "/puna/sql?q=select+kind,+count(*)+from+artifacts+group+by+1", "chat": "/puna/chat",
@@ -47,7 +48,7 @@ TRAINING = (
 
 
 class Tour:
-    """A `puna up`, a browser before it, and what was found."""
+    """A running `puna up`, a browser connected to it, and the results so far."""
 
     def __init__(self, store: Path, browser: Browser, pictures: Path) -> None:
         self.store, self.browser, self.pictures = store, browser, pictures
@@ -57,14 +58,14 @@ class Tour:
         self.found: dict[str, Any] = {}
 
     def opened(self, **more: Any) -> Page:
-        """A new window; what it asks of other hosts fails, as it does offline."""
+        """Open a new window whose requests to other hosts fail, as they do offline."""
         page = self.browser.new_context(viewport={"width": 1280, "height": 900}, **more).new_page()
         page.route("**/*", lambda route: route.continue_() if "127.0.0.1" in route.request.url else route.abort())
         page.set_default_timeout(30_000)
         return page
 
     def start(self) -> float:
-        """Start `puna up`; seconds until its first page is there."""
+        """Start `puna up`; return the seconds until its first page loads."""
         began = time.perf_counter()
         log = self.store.parent / "up.log"
         with log.open("w") as file:
@@ -78,13 +79,13 @@ class Tour:
         return taken
 
     def stop(self) -> None:
-        """End it as Ctrl-C does."""
+        """Stop `puna up` as Ctrl-C does."""
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
             self.process.wait(120)
 
     def until(self, what: Callable[[], Any], seconds: float = LONG) -> Any:
-        """The first true value of `what`."""
+        """Return the first true value of `what`, which is polled."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if value := what():
@@ -93,32 +94,32 @@ class Tour:
         raise TimeoutError(f"not within {seconds:.0f} s")
 
     def shot(self, name: str, **more: Any) -> None:
-        """Keep what the window shows."""
+        """Save a picture of the window."""
         self.page.screenshot(path=str(self.pictures / f"{name}.png"), **more)
 
     def follow(self, seconds: float = LONG) -> str:
-        """Wait on the page of the run that was started until the page itself, which nobody reloads, says how it ended."""
+        """Wait until the started run's page, which updates itself, says how the run ended; return that."""
         self.page.wait_for_url("**/puna/run/**", timeout=120_000)
         state = self.page.locator(".tile .tag").first
         self.until(lambda: state.inner_text() != "at work", seconds)
         return state.inner_text()
 
     def go(self, *links: str) -> None:
-        """Click through from the first page."""
+        """Click links one after another, starting from the first page."""
         self.page.goto(self.url + "/puna/")
         for link in links:
             self.page.get_by_role("link", name=link, exact=True).first.click()
 
 
 def usable(tour: Tour) -> dict[str, Any]:
-    """The first page is there."""
+    """Open the first page."""
     seconds = tour.start()
     tour.shot("empty")
     return {"seconds": round(seconds, 1)}
 
 
 def curate(tour: Tour) -> dict[str, Any]:
-    """`curate` from its form, followed, its funnel opened."""
+    """Run `curate` from its form, follow the run and open its funnel."""
     tour.go("curate")
     tour.page.get_by_text("no earlier run to estimate").first.wait_for()
     tour.shot("form")
@@ -138,7 +139,7 @@ def curate(tour: Tour) -> dict[str, Any]:
 
 
 def again(tour: Tour) -> dict[str, Any]:
-    """The same click once more: every step is there."""
+    """Run the same form again: every step is reused."""
     tour.go("curate")
     tour.page.locator("#outcome", has_text="reused").wait_for()
     began = time.perf_counter()
@@ -148,7 +149,7 @@ def again(tour: Tour) -> dict[str, Any]:
 
 
 def stage(tour: Tour) -> dict[str, Any]:
-    """A stage on an artifact that is picked, with a changed number; the plan follows the form."""
+    """Run a stage on a picked artifact with a changed number; the plan follows the form."""
     tour.go("Artifacts", "documents")
     tour.page.locator("tr", has_text="line_dedup").locator("a.id").first.click()
     tour.page.get_by_text("Use in …").click()
@@ -166,7 +167,7 @@ def stage(tour: Tour) -> dict[str, Any]:
 
 
 def wrong(tour: Tour) -> dict[str, Any]:
-    """A wrong value is refused beside the form, at the click, and by Prefect's own form."""
+    """Enter a wrong value: the form, the click and Prefect's own form refuse it."""
     tour.page.goto(tour.url + "/puna/start/minhash_dedup?documents=documents@latest")
     tour.page.locator("[name='set.bands']").fill("-3")
     refusal = tour.page.locator("#outcome .alarm", has_text="bands")
@@ -180,7 +181,7 @@ def wrong(tour: Tour) -> dict[str, Any]:
 
 
 def training(tour: Tour) -> dict[str, Any]:
-    """A training is stopped by a click and goes on by another, from its last checkpoint."""
+    """Stop a training with a click, and resume it from its last checkpoint with another."""
     tour.go("pretrain")
     tour.page.locator("[name=changes]").fill(TRAINING)
     tour.page.locator("#outcome h2").wait_for()
@@ -210,7 +211,7 @@ def training(tour: Tour) -> dict[str, Any]:
 
 
 def approve(tour: Tour) -> dict[str, Any]:
-    """A round comes to its gate and waits for a person without a process; the click on Approve moves the alias."""
+    """Run a round up to its gate, where it waits for approval without a process; a click on Approve moves the alias."""
     tour.go("round")
     tour.page.locator("[name=changes]").fill(SMALL_ROUND)
     tour.page.locator("[name=policy]").select_option("base@latest")
@@ -231,7 +232,7 @@ def approve(tour: Tour) -> dict[str, Any]:
 
 
 def benchmarks(tour: Tour) -> dict[str, Any]:
-    """Two models are evaluated on a task file by its form, compared, and one question opened with both answers."""
+    """Evaluate two models on a task file from its form, compare them, and open one question with both answers."""
     folder = tour.store.parent / "tasks"
     folder.mkdir(exist_ok=True)
     rows = [{"q": f"{a} + {b} =", "options": [str(a + b), str(a + b + 1), "a tree"], "right": 0} for a in range(5) for b in range(5)]
@@ -262,12 +263,12 @@ def benchmarks(tour: Tour) -> dict[str, Any]:
 
 
 def judge(tour: Tour) -> dict[str, Any]:
-    """The approved policy answers prompts, and a pair of its answers is judged with the keyboard, in these pages."""
+    """Let the approved policy answer prompts, and judge a pair of its answers with the keyboard."""
     tour.go("Start", "sample")
     tour.page.locator("[name=models]").select_option("policy@latest")
     box = tour.page.locator("[name=prompts]")
     named = box.evaluate("s => [...s.options].map(o => [o.value, o.text])")
-    box.select_option(next(value for value, words in named if "new_prompts · 72 rows" in words))  # not those of development
+    box.select_option(next(value for value, words in named if "new_prompts · 72 rows" in words))  # not the prompts of the development set
     tour.page.locator("[name='set.answers']").fill("4")
     tour.page.locator("#outcome code", has_text="answers=4").wait_for()
     tour.page.get_by_role("button", name="Start").click()
@@ -290,7 +291,7 @@ def judge(tour: Tour) -> dict[str, Any]:
 
 
 def schedule(tour: Tour) -> dict[str, Any]:
-    """A schedule is set in Prefect's UI; after a restart of `puna up` it is there and fires."""
+    """Set a schedule in Prefect's UI; it survives a restart of `puna up` and fires."""
     tour.page.goto(tour.url + "/puna/deployment/prompts")
     tour.page.get_by_role("button", name="Schedule", exact=True).click()
     dialog = tour.page.get_by_role("dialog")
@@ -313,7 +314,7 @@ def schedule(tour: Tour) -> dict[str, Any]:
 
 
 def late(tour: Tour) -> dict[str, Any]:
-    """A form that is filled in before its script has come."""
+    """Fill in a form before its script has loaded."""
     held: list[Any] = []
     tour.page.route("**/*.js*", lambda route: held.append(route))
     tour.page.goto(tour.url + "/puna/start/url_filter", wait_until="commit")
@@ -328,7 +329,7 @@ def late(tour: Tour) -> dict[str, Any]:
 
 
 def threshold(tour: Tour) -> dict[str, Any]:
-    """A slider is moved and tells what would go."""
+    """Move a slider, which shows how many documents the new threshold would drop."""
     tour.go("Rules")
     slider = tour.page.locator(".slider", has_text="gopher_quality.min_words").locator("[type=range]").first
     slider.focus()
@@ -344,7 +345,7 @@ def threshold(tour: Tour) -> dict[str, Any]:
 
 
 def search(tour: Tour) -> dict[str, Any]:
-    """Documents that a rule dropped, and what became of one."""
+    """Search documents that a rule dropped, and look at what happened to one of them."""
     tour.go("Documents")
     box = tour.page.locator("[name=artifact]").first
     box.select_option(value=next(v for v in box.evaluate("s => [...s.options].map(o => [o.value, o.text])") if "select" in v[1])[0])
@@ -371,11 +372,11 @@ def search(tour: Tour) -> dict[str, Any]:
 
 
 def question(tour: Tour) -> dict[str, Any]:
-    """A question in SQL."""
+    """Ask a question in SQL."""
     tour.go("SQL")
     tour.page.get_by_role("link", name="Dropped documents by rule").click()
     tour.page.locator("[role=status]").wait_for()
-    tour.page.wait_for_load_state()  # its keys are the script's
+    tour.page.wait_for_load_state()  # the script handles the page's keys
     tour.page.locator("#q").fill("select rule, count(*) as documents from dropped group by rule order by documents desc limit 12")
     with tour.page.expect_navigation():
         tour.page.locator("#q").press("Control+Enter")
@@ -386,7 +387,7 @@ def question(tour: Tour) -> dict[str, Any]:
 
 
 def projects(tour: Tour) -> dict[str, Any]:
-    """A form names a project, which begins with its run; then lists and forms have a switch, and each shows what is the project's."""
+    """Create a project by running a form with its name; lists and forms then have a switch, and each project shows only its own entries."""
     tour.go("Start", "prompts")
     tour.page.locator("[name=project]").fill("news")
     tour.page.locator("[name='set.train']").fill("7")
@@ -410,7 +411,7 @@ def projects(tour: Tour) -> dict[str, Any]:
 
 
 def looks(tour: Tour) -> dict[str, Any]:
-    """Every page at a phone's width and in the dark; none may scroll sideways."""
+    """Open every page at a phone's width and in dark mode; none may scroll sideways."""
     wide, errors = {}, []
     for name, more in (("phone", {"viewport": {"width": 390, "height": 844}}), ("dark", {"color_scheme": "dark"})):
         page = tour.opened(**more) if name == "dark" else tour.browser.new_context(**more).new_page()
@@ -429,7 +430,7 @@ STEPS = (usable, curate, stage, wrong, late, threshold, search, question, again,
 
 
 def main() -> None:
-    """Walk through and print what was found."""
+    """Run all steps and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--chromium", default=shutil.which("chromium") or "/usr/bin/chromium")
@@ -456,7 +457,7 @@ def main() -> None:
                 began = time.perf_counter()
                 try:
                     found[step.__name__] = {**step(tour), "took": round(time.perf_counter() - began, 1)}
-                except (Error, AssertionError, OSError, LookupError, StopIteration) as error:  # the next step may still do
+                except (Error, AssertionError, OSError, LookupError, StopIteration) as error:  # later steps may still work
                     tour.shot(f"failed-{step.__name__}")
                     shutil.copy(tour.store.parent / "up.log", tour.pictures / f"failed-{step.__name__}.log")
                     found[step.__name__] = {"failed": f"{type(error).__name__}: {str(error)[:400]}", "at": tour.page.url}

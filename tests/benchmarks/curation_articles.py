@@ -1,22 +1,22 @@
-"""Extraction on articles and news, beside trafilatura and Resiliparse, on pages from the evaluation sets of other extractors.
+"""Extraction of articles and news, compared with trafilatura and Resiliparse, on pages from the evaluation sets of other extractors.
 
     python tests/benchmarks/curation_articles.py --data FOLDER [--json]
     python tests/benchmarks/curation_articles.py --data FOLDER --write OUT
     python tests/benchmarks/curation_articles.py --data FOLDER --clean [--recipe FILE] [--all-types] [--json]
 
-FOLDER holds `web_readability/test-pages.tar.zst` (source.html, expected.html), `web_newspaper/newspaper_goose.tar.zst` (newspaper's,
-newspaper4k's and goose's tests; expected texts of 100 words and more count) and `web_trafilatura/pages.tar.zst` with
-`evaldata.json.zst` (snippets that a text must or must not have). Pages are in two halves by a hash of their site: rules were made
-and weights trained on the half `development`, which `--write` writes out for training; figures are of the other half, `held_out`.
+FOLDER holds `web_readability/test-pages.tar.zst` (source.html, expected.html), `web_newspaper/newspaper_goose.tar.zst` (the tests of
+newspaper, newspaper4k and goose; only expected texts of at least 100 words count) and `web_trafilatura/pages.tar.zst` with
+`evaldata.json.zst` (snippets that a text must or must not contain). Pages are split in two halves by a hash of their site: rules were
+written and weights trained on the half `development`, which `--write` exports for training; figures are for the other half, `held_out`.
 
-F1 of bags of words is the mean over pages (`f1`). `shingles_f1` is the measure of Scrapinghub's article extraction benchmark: bags of
-4-grams of words, precision and recall averaged over pages, F1 of the two. Snippets: F1 over all of them.
+`f1` is the mean over pages of the F1 of bags of words. `shingles_f1` is the metric of Scrapinghub's article extraction benchmark: bags of
+4-grams of words, precision and recall averaged over pages, then the F1 of the two averages. Snippets: F1 over all snippets.
 
 `--clean` runs `puna clean` with its shipped recipe over the development articles of WCXB (`web_wcxb_dev/dev_html.tar.zst`,
-`dev_truth.jsonl.zst`). `article_words_kept` is the share of the annotated words whose page is among the documents;
-`article_words_written` is the share of them that stands in the documents' texts. `dropped` has the share each rule dropped.
-`--all-types` cleans pages of all types (forums, listings, products), and counts for each type its documents (`documents TYPE`), their
-words (`words TYPE`) and those of them that no annotator took for the page's text (`junk TYPE`). `--recipe`: another recipe than `clean`.
+`dev_truth.jsonl.zst`). `article_words_kept` is the share of annotated words whose page is among the output documents;
+`article_words_written` is the share that occurs in these documents' texts. `dropped` has the share that each rule dropped. `--all-types`
+cleans pages of all types (forums, listings, products) and counts for each type the documents (`documents TYPE`), their words (`words
+TYPE`), and the words that are not in the annotated text (`junk TYPE`). `--recipe`: a recipe to use instead of `clean`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 HALVES = ("development", "held_out")
 GRAM = 4  # words of a shingle
-MIN_WORDS = 100  # of an expected text that is a whole one
+MIN_WORDS = 100  # minimum words of an expected text; shorter ones are not whole texts
 WORD = re.compile(r"\w+")
 DIGITS = re.compile(r"[\W_]*\d*$")
 
 
 class ArticlePage(NamedTuple):
-    """A page: `truth` its expected text, or None where `wanted` and `unwanted` snippets are known instead."""
+    """A page. `truth`: its expected text, or None if `wanted` and `unwanted` snippets are given instead."""
 
     dataset: str
     name: str
@@ -61,24 +61,24 @@ class ArticlePage(NamedTuple):
 
     @property
     def half(self) -> str:
-        """Whose half the page is in."""
+        """Return the half that the page belongs to."""
         return HALVES[hashlib.sha256(self.site.encode()).digest()[1] % 2]
 
 
 def read(folder: Path) -> list[ArticlePage]:
-    """All pages of the sets that are there, in order of set and name."""
+    """Return all pages of the available sets, ordered by set and name."""
     makers = {"web_readability": _readability, "web_newspaper": _newspaper, "web_trafilatura": _trafilatura}
     pages = [page for name, maker in makers.items() if (folder / name).is_dir() for page in maker(folder / name)]
     return sorted(pages, key=lambda page: (page.dataset, page.name))
 
 
 def domain(address: str) -> str:
-    """The last two labels of an address's host."""
+    """Return the last two labels of an address's host."""
     return ".".join((urlsplit(address).hostname or address).split(".")[-2:])
 
 
 def shingle_scores(text: str, truth: str) -> tuple[float, float]:
-    """Precision and recall of bags of 4-grams of words, as the article extraction benchmark of Scrapinghub has them for a page."""
+    """Return precision and recall of bags of 4-grams of words for one page, as in Scrapinghub's article extraction benchmark."""
     found, wanted = _shingles(text), _shingles(truth)
     right = (found & wanted).total()
     if found == wanted:
@@ -94,7 +94,8 @@ def _shingles(text: str) -> Counter[tuple[str, ...]]:
 
 
 def figures(pages: list[ArticlePage]) -> dict[str, float]:
-    """Figures of each set, by system: f1, shingles_precision, shingles_recall, shingles_f1 or snippets_...; pages of each set."""
+    """Return the figures of each set by system (f1, shingles_precision, shingles_recall, shingles_f1 or snippets_...), and each set's
+    pages."""
     import peers
     from resiliparse.extract.html2text import extract_plain_text
 
@@ -129,7 +130,7 @@ def figures(pages: list[ArticlePage]) -> dict[str, float]:
 
 
 def _scores(texts: list[str], pages: list[ArticlePage]) -> dict[str, float]:
-    """The figures of one system on one set."""
+    """Return the figures of one system on one set."""
     from tests.benchmarks.train_extraction import word_f1
 
     if pages[0].truth is None:
@@ -150,7 +151,7 @@ def _scores(texts: list[str], pages: list[ArticlePage]) -> dict[str, float]:
 
 
 def write(pages: list[ArticlePage], out: Path) -> None:
-    """Pages as the extractor's training reads them: `html/ID.html`, `truth.jsonl`."""
+    """Write pages in the layout that the extractor's training reads: `html/ID.html`, `truth.jsonl`."""
     (out / "html").mkdir(parents=True, exist_ok=True)
     rows = []
     for page in pages:
@@ -166,7 +167,7 @@ def write(pages: list[ArticlePage], out: Path) -> None:
 
 
 def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files of a packed set."""
+    """Yield the names and contents of the files in a packed set."""
     import zstandard
 
     with archive.open("rb") as file, tarfile.open(fileobj=zstandard.ZstdDecompressor().stream_reader(file), mode="r|") as members:
@@ -225,7 +226,7 @@ def _trafilatura(folder: Path) -> Iterator[ArticlePage]:
 def clean_articles(folder: Path, recipe: str, all_types: bool) -> dict[str, float]:
     """Return the shares of the annotated words of WCXB's development articles that `puna clean` keeps, and drops by rule.
 
-    `all_types`: clean pages of other types beside them, and count by type the documents, their words and those that are junk.
+    `all_types`: also clean pages of other types, and count by type the documents, their words and their junk words.
     """
     from puna.flows.cli.clean import clean
     from puna.storage import Store

@@ -1,16 +1,15 @@
-"""Extraction of main text: F1 of words and pages a second, beside trafilatura and Resiliparse on the same pages.
+"""Extraction of main text: F1 of words and pages per second, compared with trafilatura and Resiliparse on the same pages.
 
     python tests/benchmarks/curation_extract.py --data FOLDER [--limit N] [--unseen-sites] [--json]
 
-FOLDER (or the environment's PUNA_EXTRACTION_DATA) is a set of annotated pages as WCXB has
-them: `html/ID.html`, and `ground-truth/ID.json` or `truth.jsonl` with `file_id`, `_internal.page_type.primary`,
-`ground_truth.main_content`; or the two packed, `*html.tar.zst` and `*truth.jsonl.zst`. Pages that
-the weights were trained on (they carry a list of them) are scored by weights trained here on the pages of other
-domains, one fold of four; that needs lightgbm and minutes. The speed is of the whole stage on one thread: decoding, bounds,
-parsing, reading, judging, text. trafilatura runs in an environment of its own (`peers.py`).
+FOLDER (or the environment variable PUNA_EXTRACTION_DATA) is a set of annotated pages in WCXB's layout: `html/ID.html`, and
+`ground-truth/ID.json` or `truth.jsonl` with `file_id`, `_internal.page_type.primary`, `ground_truth.main_content`; or both packed, as
+`*html.tar.zst` and `*truth.jsonl.zst`. Pages on which the shipped weights were trained (the weights list them) are scored with weights
+trained here on the pages of other domains, for one fold of four; that needs lightgbm and minutes. The speed is that of the whole stage on
+one thread: decoding, bounds, parsing, scanning, classification, text. trafilatura runs in a separate environment (`peers.py`).
 
-`--unseen-sites`: `f1_unseen_sites` over all pages, each scored by weights trained on the three folds that hold no page of its domain; the
-same of trafilatura on the same pages, of each page type, and `lead_unseen_sites`.
+`--unseen-sites`: `f1_unseen_sites` over all pages, each scored with weights trained on the three folds without pages of its domain; the
+same for trafilatura on the same pages, by page type; and `lead_unseen_sites`.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
-HELD_OUT = 0  # the fold that is scored where the pages are those of training
+HELD_OUT = 0  # the fold that is scored if the pages are those of training
 
 
 def prepare(data: Path | None = None) -> None:
-    """Exit with what is missing, before anything is measured: the pages, lightgbm, the peer's environment."""
+    """Exit with a list of what is missing (pages, lightgbm, the peer's environment) before any measurement."""
     import peers
 
     _named(data)
@@ -46,7 +45,7 @@ def prepare(data: Path | None = None) -> None:
 
 
 def figures(data: Path | None = None, limit: int | None = None) -> dict[str, float]:
-    """extract_f1 and extract_pages_s, the same of the peers (trafilatura_f1, ...), F1 by type (extract_f1_article, ...),
+    """Return extract_f1 and extract_pages_s, the same for the peers (trafilatura_f1, ...), F1 by type (extract_f1_article, ...), and
     extract_pages."""
     import peers
     from resiliparse.extract.html2text import extract_plain_text
@@ -78,7 +77,7 @@ def figures(data: Path | None = None, limit: int | None = None) -> dict[str, flo
 
 
 def unseen_sites(data: Path | None = None, limit: int | None = None) -> dict[str, float]:
-    """Return F1 of words over all pages, each by weights that saw no page of its domain, and trafilatura's."""
+    """Return the F1 of words over all pages, each scored with weights trained without its domain, and trafilatura's F1."""
     import peers
 
     from tests.benchmarks.train_extraction import FOLDS, unseen_texts
@@ -97,7 +96,7 @@ def unseen_sites(data: Path | None = None, limit: int | None = None) -> dict[str
 
 
 def _timed(system: Callable[[bytes], str], bodies: list[bytes]) -> tuple[float, list[str]]:
-    """CPU seconds for all pages, after one that compiles and loads, and the texts."""
+    """Return the CPU seconds for all pages, after a first page that compiles and loads, and the texts."""
     system(bodies[0])
     began = time.process_time()
     made = [system(body) for body in bodies]
@@ -105,7 +104,7 @@ def _timed(system: Callable[[bytes], str], bodies: list[bytes]) -> tuple[float, 
 
 
 def _scores(name: str, seconds: float, made: list[str], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Pages a second and F1 of one system, over all pages and by type."""
+    """Return pages per second and F1 of one system, over all pages and by type."""
     from tests.benchmarks.train_extraction import word_f1
 
     scores = [word_f1(text, row["ground_truth"].get("main_content") or "") for text, row in zip(made, rows, strict=True)]
@@ -118,7 +117,7 @@ def _scores(name: str, seconds: float, made: list[str], rows: list[dict[str, Any
 
 
 def _named(data: Path | None) -> Path:
-    """The folder of annotated pages that was named."""
+    """Return the given folder of annotated pages."""
     named = data or os.environ.get("PUNA_EXTRACTION_DATA")
     if not named:
         sys.exit("extraction: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see curation_extract.py --help)")
@@ -128,7 +127,7 @@ def _named(data: Path | None) -> Path:
 
 
 def _rows(data: Path | None) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of pages and the annotations of those that are there."""
+    """Return the folder of pages and the annotations of the pages in it."""
     given = _unpacked(_named(data))
     if not (given / "html").is_dir():
         sys.exit(f"{given}: no annotated pages; give --data FOLDER or set PUNA_EXTRACTION_DATA (see --help)")
@@ -144,7 +143,7 @@ def _rows(data: Path | None) -> tuple[Path, list[dict[str, Any]]]:
 
 
 def _unpacked(folder: Path) -> Path:
-    """The folder; where it holds `*html.tar.zst` and `*truth.jsonl.zst`, a folder for this run with what is in them."""
+    """Return the folder; if it holds `*html.tar.zst` and `*truth.jsonl.zst`, return a temporary folder with their contents."""
     pages, truth = sorted(folder.glob("*html.tar.zst")), sorted(folder.glob("*truth.jsonl.zst"))
     if not pages or not truth:
         return folder
@@ -164,7 +163,7 @@ def _unpacked(folder: Path) -> Path:
 
 
 def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
-    """The rows that can be scored honestly; with their texts where the weights that come with the code have seen the pages."""
+    """Return the rows that may be scored, and their texts if the shipped weights were trained on the pages."""
     from safetensors import safe_open
 
     from puna.models.extraction.model import WEIGHTS
@@ -181,7 +180,7 @@ def _unseen(folder: Path, rows: list[dict[str, Any]]) -> tuple[list[dict[str, An
 
 
 def _pages(folder: Path, rows: list[dict[str, Any]]) -> Any:
-    """Return the annotated pages as training reads them."""
+    """Return the annotated pages in the form that training reads."""
     from tests.benchmarks.train_extraction import corpus, read
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -191,7 +190,7 @@ def _pages(folder: Path, rows: list[dict[str, Any]]) -> Any:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of annotated pages")
     parser.add_argument("--limit", type=int, help="take the first N pages")

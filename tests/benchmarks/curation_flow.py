@@ -1,7 +1,7 @@
-"""The whole flow of curation on the demo's sample, by the demo's recipe, in one process on one thread.
+"""The whole curation flow on the demo's sample, with the demo's recipe, in one process on one thread.
 
-`curate_mb_s`: MB of HTML per CPU second of the process, trainings, imports and the report included; `curate_stages_mb_s`: without
-trainings and what is no stage. `curate_STAGE_s_mb`: CPU seconds of a stage per MB of HTML.
+`curate_mb_s`: MB of HTML per CPU second of the process, including training, imports and the report; `curate_stages_mb_s`: only the stages,
+without training. `curate_STAGE_s_mb`: CPU seconds of a stage per MB of HTML.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TRAINED = ("train_classifier", "train_code_reasoning", "train_domains")
 
 
 def figures() -> dict[str, float]:
-    """The figures of one run in a store of its own."""
+    """Return the figures of one run in a new store."""
     import corpus
 
     size, every, seconds = costs(corpus.sample())
@@ -23,7 +23,7 @@ def figures() -> dict[str, float]:
 
 
 def costs(files: list[Path]) -> tuple[float, float, dict[str, float]]:
-    """MB of HTML in these archives, CPU seconds of their curation as a whole, and of each stage."""
+    """Return the MB of HTML in these archives, and the CPU seconds of their curation as a whole and of each stage."""
     import store as stores
 
     from puna.storage import Store

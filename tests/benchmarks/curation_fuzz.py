@@ -1,10 +1,10 @@
-"""Mutated inputs for every reader of curation: each must end as rows, in bounded time, without an exception.
+"""Mutated inputs for every reader of curation: each input must end as rows, in bounded time, without an exception.
 
     python tests/benchmarks/curation_fuzz.py [--inputs 10000] [--seed 0] [--json]
 
-Seeds are small pages and archives made here; mutations flip, cut, repeat, insert and splice. Printed per reader: inputs,
-pages, rejected rows, the slowest input in CPU seconds, inputs refused with a clear error, exceptions (with the first),
-and inputs that gave no row at all.
+Seeds are small pages and archives built here; mutations flip, cut, repeat, insert and splice bytes. Printed per reader: inputs, pages,
+rejected rows, the slowest input in CPU seconds, inputs refused with a clear error, exceptions (with the first one), and inputs that gave no
+row at all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOKENS = [
 
 
 def warc() -> bytes:
-    """A small archive: an info record, responses with several encodings, a resource, a conversion."""
+    """Return a small archive: an info record, responses in several encodings, a resource, a conversion."""
     records = [_record(b"warcinfo", b"application/warc-fields", b"software: none\r\n")]
     for number, body in enumerate(HTML):
         encoded, header = (gzip.compress(body, mtime=0), b"Content-Encoding: gzip\r\n") if number % 2 else (body, b"")
@@ -59,7 +59,7 @@ def _record(kind: bytes, media: bytes, body: bytes) -> bytes:
 
 
 def mutated(seeds: list[bytes], generator: np.random.Generator) -> bytes:
-    """One of the seeds after one to eight mutations."""
+    """Return one of the seeds after one to eight mutations."""
     data = bytearray(seeds[generator.integers(len(seeds))])
     for _ in range(generator.integers(1, 9)):
         at = int(generator.integers(len(data) + 1))
@@ -83,7 +83,7 @@ def mutated(seeds: list[bytes], generator: np.random.Generator) -> bytes:
 
 
 def readers() -> dict[str, tuple[list[bytes], Callable[[bytes], Iterator[bool]]]]:
-    """Seeds of each reader, and the reader: one value per row, whether it is a page."""
+    """Return each reader's seeds, and the reader: a function that yields for each row whether it is a page."""
     import zstandard
 
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
@@ -128,19 +128,19 @@ def _parts(archive: bytes) -> list[bytes]:
 
 
 def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
-    """What became of `inputs` mutations for one reader."""
+    """Return counts of the outcomes of `inputs` mutations for one reader."""
     from puna.storage import PunaError
 
     seeds, read = readers()[name]
     generator = np.random.default_rng([seed, *name.encode()])
     found: dict[str, Any] = {"inputs": inputs, "pages": 0, "rejected": 0, "slowest": 0.0, "refused": 0, "exceptions": 0, "vanished": 0, "first": None}
-    list(read(seeds[0]))  # compiles
+    list(read(seeds[0]))  # compiles the reader's loops
     for number in range(inputs):
         data = mutated(seeds, generator)
         began = time.process_time()
         try:
             rows = list(read(data))
-        except PunaError:  # the file as a whole is refused, by name: its columns are not those that the configuration names
+        except PunaError:  # the whole file is refused with an error: it lacks the columns that the configuration names
             found["refused"] += 1
             continue
         except Exception as error:  # noqa: BLE001 - what this looks for
@@ -155,7 +155,7 @@ def fuzz(name: str, inputs: int, seed: int) -> dict[str, Any]:
 
 
 def figures(inputs: int = 10_000, seed: int = 0) -> dict[str, float]:
-    """fuzz_exceptions, fuzz_vanished, fuzz_slowest (CPU seconds), over all readers."""
+    """Return fuzz_exceptions, fuzz_vanished and fuzz_slowest (CPU seconds) over all readers."""
     found = [fuzz(name, inputs, seed) for name in readers()]
     return {
         "fuzz_exceptions": float(sum(one["exceptions"] for one in found)),
@@ -165,7 +165,7 @@ def figures(inputs: int = 10_000, seed: int = 0) -> dict[str, float]:
 
 
 def main() -> None:
-    """Fuzz every reader and print."""
+    """Fuzz every reader and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,10 @@
-"""Heuristics: every signal in one pass, beside datatrove's four filters on the same texts.
+"""Heuristics: every signal in one pass, compared with datatrove's four filters on the same texts.
 
-`heuristics_mb_s`: all signals of texts in memory, divergence from the corpus included. `heuristics_vs_datatrove`: datatrove's seconds for
-Gopher repetition, Gopher quality, C4 and FineWeb over Puna's for all signals and the same rules. `heuristics_equal_NAME`: share of the
-texts that all four drop or keep alike, and `heuristics_texts_NAME` their number: of the sample, and of each file that the environment's
-PUNA_TEXTS names (parted by colons): JSON lines with `text` or `ground_truth.main_content`, or articles under headings `= TITLE =`.
+`heuristics_mb_s`: MB/s of all signals on texts in memory, including the divergence from the corpus. `heuristics_vs_datatrove`: datatrove's
+seconds for Gopher repetition, Gopher quality, C4 and FineWeb, divided by Puna's for all signals and the same rules.
+`heuristics_equal_NAME`: share of texts on which all four filters and Puna's rules agree, and `heuristics_texts_NAME` the number of texts:
+of the sample, and of each file in the environment variable PUNA_TEXTS (separated by colons): JSON lines with `text` or
+`ground_truth.main_content`, or articles under headings `= TITLE =`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HEADING = re.compile(r"(?m)^ = (?!=).* = $\n")
 
 
 def best(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the least CPU seconds of some calls, and the result; the first call compiles."""
+    """Return the minimum CPU seconds of several calls, and the result; the first call compiles."""
     result, least = function(), float("inf")
     for _ in range(REPEATS):
         started = time.process_time()
@@ -33,7 +34,7 @@ def best(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def everything(texts: Any) -> None:
-    """Measure all signals: part by part as the stage does, then the divergence from the whole."""
+    """Measure all signals: batch by batch as the stage does, then the divergence over the whole corpus."""
     import numpy as np
 
     from puna.stages.curate.signals.divergence import BINS, Corpus
@@ -59,7 +60,7 @@ def texts_of(file: Path) -> list[str]:
 
 
 def agreement(name: str, texts: list[str]) -> dict[str, float]:
-    """Return the share of texts that meet the same end, and their number."""
+    """Return the share of texts on which Puna and datatrove agree, and the number of texts."""
     import datatrove_rules
 
     return {

@@ -1,8 +1,8 @@
-"""Line dedup: MB of UTF-8 per CPU second on one thread.
+"""Line deduplication: MB of UTF-8 per CPU second on one thread.
 
-`line_dedup_mb_s`: from parts of a stored artifact (Parquet is read and decompressed) to the rewritten documents in memory:
-hashing, counting, deciding, rewriting. `line_dedup_stage_mb_s`: the whole stage in a store that holds the documents, its compressed,
-checksummed artifact included. Both are the best of some runs.
+`line_dedup_mb_s`: from the shards of a stored artifact (Parquet is read and decompressed) to the rewritten documents in memory: hashing,
+counting, deciding, rewriting. `line_dedup_stage_mb_s`: the whole stage in a store that holds the documents, including its compressed,
+checksummed artifact. Both are the best of several runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPEATS = 5
 
 
 def figures() -> dict[str, float]:
-    """Both speeds over the sample's texts."""
+    """Return both speeds on the sample's texts."""
     import corpus
     import numpy as np
     import pyarrow as pa
@@ -50,7 +50,7 @@ def figures() -> dict[str, float]:
 
 
 def stage_seconds(documents: Artifact, config: Any) -> float:
-    """Least CPU seconds of the stage, from Parquet to Parquet."""
+    """Return the minimum CPU seconds of the stage, from Parquet to Parquet."""
     from puna.stages.contract import execute
     from puna.stages.curate.line_dedup import line_dedup
     from puna.storage import Store

@@ -1,10 +1,10 @@
-"""Out of core: peak memory and speed of `minhash_dedup` on corpora of growing size, each in a process of its own.
+"""Out-of-core operation: peak memory and speed of `minhash_dedup` on corpora of growing size, each in a separate process.
 
     python tests/benchmarks/curation_memory.py [--megabytes 64 256 1024]
 
-The corpora are made of the sample's texts: copies in which every third word is another one, so that they are no
-near-duplicates of each other, and of every tenth document one edited copy. Memory is the process's peak resident set
-less what it holds after importing and compiling.
+The corpora consist of copies of the sample's texts in which every third word is replaced, so that they are not near-duplicates of each
+other, and of one edited copy of every tenth document. Memory is the process's peak resident set size minus its size after importing and
+compiling.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CHUNK = 500
 
 
 def peak() -> float:
-    """Peak resident set of this process so far, MB."""
+    """Return the peak resident set size of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def grown(megabytes: int, store: Store, key: str) -> Artifact:
-    """An artifact of so many megabytes of documents, written a few hundred at a time."""
+    """Return an artifact of `megabytes` MB of documents, written a few hundred documents at a time."""
     import corpus
     import pyarrow as pa
 
@@ -65,7 +65,7 @@ def grown(megabytes: int, store: Store, key: str) -> Artifact:
 
 
 def measured(megabytes: int, folder: str) -> None:
-    """Print peak memory and CPU seconds of one size, as JSON."""
+    """Print the peak memory and CPU seconds of one size as JSON."""
     from puna.stages.contract import execute
     from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup
     from puna.storage import Store
@@ -83,11 +83,11 @@ def measured(megabytes: int, folder: str) -> None:
 
 
 def figures(sizes: tuple[int, ...] = MEGABYTES) -> dict[str, float]:
-    """Peak memory in MB and speed of each size."""
+    """Return the peak memory (MB) and speed of each size."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=os.environ.get("PUNA_SCRATCH")) as folder:
         for size in sizes:
-            for _ in range(2):  # the first process makes the corpus
+            for _ in range(2):  # the first process creates the corpus
                 command = [sys.executable, str(HERE / "curation_memory.py"), "--one", str(size), folder]
                 out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ).stdout
             told = json.loads(out)
@@ -97,7 +97,7 @@ def figures(sizes: tuple[int, ...] = MEGABYTES) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=MEGABYTES)
     parser.add_argument("--one", nargs=2, metavar=("MEGABYTES", "FOLDER"), help=argparse.SUPPRESS)

@@ -1,11 +1,10 @@
-"""Near-duplicates: speed against datatrove and rensa on the same texts, recall against brute force.
+"""Near-duplicates: speed compared with datatrove and rensa on the same texts, and recall compared with brute force.
 
     python tests/benchmarks/curation_minhash.py [--json]
 
-Everything starts from raw texts in memory and ends with the documents to remove, in process CPU seconds on one thread.
-datatrove's four stages write and read their own files; Puna verifies each candidate, rensa and datatrove do not.
-`minhash_stage_*` are those of the stage, from an artifact of Parquet to another one. Edited copies of texts are added, so
-that there is something to find.
+Every measurement starts from raw texts in memory and ends with the documents to remove, in process CPU seconds on one thread. datatrove's
+four stages write and read their own files; Puna verifies each candidate, rensa and datatrove do not. `minhash_stage_*` are for the whole
+stage, from Parquet to Parquet. Edited copies of texts are added, so that there are duplicates to find.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ REPEATS = 5
 
 
 def edited(text: str, generator: random.Random) -> str:
-    """A copy with words replaced, left out and put in, up to one in thirty."""
+    """Return a copy with up to one word in thirty replaced, omitted or inserted."""
     words = text.split(" ")
     for _ in range(int(len(words) * generator.uniform(0, 1 / 30))):
         place = generator.randrange(len(words))
@@ -39,7 +38,7 @@ def edited(text: str, generator: random.Random) -> str:
 
 
 def corpus(limit: int) -> list[str]:
-    """Texts of the sample, and edited copies of every tenth."""
+    """Return texts of the sample, and edited copies of every tenth text."""
     import corpus
 
     generator = random.Random(0)
@@ -48,7 +47,7 @@ def corpus(limit: int) -> list[str]:
 
 
 def best(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Least CPU seconds of some calls, and the result; the first call compiles."""
+    """Return the minimum CPU seconds of several calls, and the result; the first call compiles."""
     result = function()
     least = float("inf")
     for _ in range(REPEATS):
@@ -59,7 +58,7 @@ def best(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def prepare() -> None:
-    """See that the peers are there."""
+    """Check that the peers' environments exist."""
     import peers
 
     for name in ("datatrove", "rensa"):
@@ -92,7 +91,7 @@ def figures() -> dict[str, float]:
 
 
 def stage_seconds(texts: list[str]) -> float:
-    """Least CPU seconds of the stage, from Parquet to Parquet."""
+    """Return the minimum CPU seconds of the stage, from Parquet to Parquet."""
     import pyarrow as pa
 
     from puna.stages.contract import execute
@@ -116,8 +115,8 @@ def stage_seconds(texts: list[str]) -> float:
 
 
 def recall() -> dict[str, float]:
-    """Share of the pairs with a Jaccard similarity of at least 0.8 of which one is removed, by brute force over Python sets;
-    removed documents that are not so similar to their survivor; and removed ones in all."""
+    """Return the share of pairs with a Jaccard similarity of at least 0.8 (by brute force over Python sets) of which one is removed; the
+    number of removed documents less similar to their survivor; and the number of all removed documents."""
     from puna.kernels.text.shingles import normalize
     from puna.stages.curate.minhash.decide import near_duplicates
 
@@ -149,7 +148,7 @@ def recall() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one object of named figures")
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Personal data: span F1 on labelled sentences and speed on the sample's texts, one thread.
+"""Personal data: F1 of spans on labelled sentences, and speed on the sample's texts with one thread.
 
     python tests/benchmarks/curation_pii.py
 
-The sentences are those of the tests (175, by hand, most without personal data) and, where PUNA_PII names it, a file of
-presidio-research's synthetic data set. A span counts when its kind and both ends are right.
+The sentences are those of the tests (175, hand-labelled, most without personal data) and, if PUNA_PII names it, a file of
+presidio-research's synthetic data set. A span counts as right if its kind and both of its ends are right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Labelled = tuple[str, set[tuple[int, int, str]]]
 
 
 def f1(texts: Iterable[Labelled], kinds: tuple[str, ...]) -> dict[str, float]:
-    """F1 of each kind, and of all spans together."""
+    """Return the F1 of each kind, and of all spans together."""
     from puna.kernels.text.personal import find
 
     right: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def f1(texts: Iterable[Labelled], kinds: tuple[str, ...]) -> dict[str, float]:
 
 
 def sentences() -> list[Labelled]:
-    """The labelled sentences of the tests."""
+    """Return the labelled sentences of the tests."""
     import re
 
     found = []
@@ -57,7 +57,7 @@ def sentences() -> list[Labelled]:
 
 
 def figures() -> dict[str, float]:
-    """Span F1 by kind, and MB/s."""
+    """Return the F1 of spans by kind, and MB/s."""
     import corpus
 
     from puna.kernels.text.personal import FINDERS, find

@@ -1,8 +1,8 @@
-"""Replay: all rules over the stored signals of a million documents, from Parquet.
+"""Replay: all rules applied to the stored signals of a million documents, read from Parquet.
 
-The sample's signals are drawn with replacement and shaken by up to 2 %, so that no value compresses away. Seconds are
-wall time: every default rule but those on scores of models, each dropped
-document's first rule with value and threshold as a table; and the same with one threshold changed.
+The sample's signals are drawn with replacement and changed by up to 2 %, so that repeated values do not compress away. Seconds are wall
+time: for every default rule except those on scores of models, with each dropped document's first rule, value and threshold as a table; and
+for the same with one threshold changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROWS = 1_000_000
 
 
 def write_signals(folder: Path, rows: int) -> None:
-    """documents.parquet (id, source) and signals.parquet of `rows` documents below `folder`."""
+    """Write documents.parquet (id, source) and signals.parquet of `rows` documents to `folder`."""
     import corpus
     import numpy as np
     import pyarrow as pa
@@ -41,7 +41,7 @@ def write_signals(folder: Path, rows: int) -> None:
 
 
 def figures() -> dict[str, float]:
-    """Seconds of the best of three runs, and documents dropped."""
+    """Return the seconds of the best of three runs, and the number of dropped documents."""
     import pyarrow.parquet as pq
 
     from puna.stages.curate.rules.decide import decide

@@ -1,8 +1,8 @@
-"""What curation costs whatever the size of a crawl, and what a megabyte costs: the demo's sample once, and as many pages again and again.
+"""Fixed and marginal cost of curation: the demo's sample once, and several times over.
 
-Of `curate_xN` (the sample N times, see `corpus.larger`): MB of HTML, MB per CPU second of the whole process (`_mb_s`) and of the stages
-without trainings (`_stages_mb_s`). `curate_fixed_s` and `curate_mb_s_more`: the CPU seconds that a line through the smallest and the
-largest has at no page at all, and the MB per CPU second of each page more; `curate_STAGE_fixed_s`, `curate_STAGE_s_mb_more`: the same by stage.
+For `curate_xN` (the sample N times, see `corpus.larger`): MB of HTML, and MB per CPU second of the whole process (`_mb_s`) and of the
+stages without training (`_stages_mb_s`). A line through the smallest and the largest size gives `curate_fixed_s`, the CPU seconds at 0 MB,
+and `curate_mb_s_more`, the MB per additional CPU second; `curate_STAGE_fixed_s`, `curate_STAGE_s_mb_more`: the same by stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SIZES = (1, 2, 4)
 
 
 def figures() -> dict[str, float]:
-    """The figures of three runs, each in a store of its own."""
+    """Return the figures of three runs, each in a new store."""
     import corpus
     from curation_flow import TRAINED, costs
 

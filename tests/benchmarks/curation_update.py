@@ -1,11 +1,11 @@
-"""`minhash_update`: what adding 1 % of documents costs, against deduplicating all of them, which must give the same.
+"""`minhash_update`: the cost of adding 1 % of documents, compared with deduplicating all documents, which must give the same result.
 
     python tests/benchmarks/curation_update.py [--megabytes 170]
 
-The documents are those of `curation_memory.py`; every hundredth is added later, most of them edited copies of others or with
-such copies. CPU seconds of whole stages on one thread, the store's checksums and commits included, each in a process of its
-own that has first run both stages on a few documents: compiled loops are loaded, the tables of characters made. What that
-took is `minhash_update_start_seconds`, whatever the size.
+The documents are those of `curation_memory.py`; every hundredth is added later, and most added documents are edited copies of others or
+have such copies. CPU seconds are those of whole stages on one thread, including the store's checksums and commits, each in a separate
+process that has first run both stages on a few documents: compiled loops are loaded and character tables built. That start-up, which does
+not depend on the size, is `minhash_update_start_seconds`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALL, OLD, NEW = (f"{n:064x}" for n in range(3))
 
 
 def prepared(megabytes: int, folder: str) -> None:
-    """Write all documents, the earlier and the added ones."""
+    """Write all documents, the earlier ones and the added ones."""
     import curation_memory
     import numpy as np
     import pyarrow as pa
@@ -70,7 +70,7 @@ def measured(step: str, folder: str) -> None:
 
 
 def started_up(few: Any) -> float:
-    """CPU seconds of running both stages on a few documents and copies of them, so that every loop is loaded."""
+    """Return the CPU seconds of running both stages on a few documents and copies of them, so that every loop is loaded."""
     import pyarrow as pa
 
     from puna.stages.contract import StageConfig, execute
@@ -91,7 +91,7 @@ def started_up(few: Any) -> float:
 
 
 def figures(megabytes: int = MEGABYTES) -> dict[str, float]:
-    """CPU seconds of both, their ratio, documents, and whether the verdicts are equal."""
+    """Return the CPU seconds of both, their ratio, the number of documents, and whether the verdicts are equal."""
     told = {}
     with tempfile.TemporaryDirectory(dir=os.environ.get("PUNA_SCRATCH")) as folder:
         for step in ("prepare", "base", "full", "update"):
@@ -111,7 +111,7 @@ def figures(megabytes: int = MEGABYTES) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=MEGABYTES)
     parser.add_argument("--step", nargs=2, metavar=("STEP", "FOLDER"), help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
-"""datatrove's four filters of text beside the rules of `select` with the same thresholds.
+"""datatrove's four text filters compared with the rules of `select` at the same thresholds.
 
-One rule is off on both sides: Gopher's share of words with a letter. datatrove counts punctuation as words without one, Puna does not
-count it, so that datatrove drops most articles with many commas.
+One rule is off on both sides: Gopher's share of words with a letter. datatrove counts punctuation as words without a letter, and so drops
+most articles with many commas; Puna does not count punctuation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def measured(texts: list[str]) -> pa.Table:
-    """Return the signals of texts, the number of each as its id."""
+    """Return the signals of texts; a text's id is its number."""
     from puna.stages.curate.signals.measure import NAMES, measure
 
     values = measure(pa.array(texts, pa.large_string()), 5, 0.5).values
@@ -45,7 +45,7 @@ def dropped(signals: pa.Table, group: str) -> dict[int, str]:
 
 
 def dropped_by_datatrove(texts: list[str]) -> dict[str, dict[int, str]]:
-    """Return for each group the texts that datatrove's filter drops, each with its reason."""
+    """Return, for each group, the texts that datatrove's filter drops, each with the filter's reason."""
     from datatrove.data import Document
     from datatrove.pipeline.filters import C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
 
@@ -55,9 +55,9 @@ def dropped_by_datatrove(texts: list[str]) -> dict[str, dict[int, str]]:
     }  # fmt: skip
     reasons: dict[str, dict[int, str]] = {name: {} for name in filters}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a mean of no words
+        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of no words
         for number, text in enumerate(texts):
-            # One text after another, so that the four share datatrove's cache of split texts.
+            # Texts are filtered one after another, so that the four filters share datatrove's cache of split texts.
             for name, one in filters.items():
                 result = one.filter(Document(text=text, id="x"))
                 if isinstance(result, tuple):
@@ -66,7 +66,7 @@ def dropped_by_datatrove(texts: list[str]) -> dict[str, dict[int, str]]:
 
 
 def different(texts: list[str]) -> dict[int, tuple[str, str | None, str | None]]:
-    """Return the texts that only one side drops: the group, Puna's rule and datatrove's reason."""
+    """Return the texts that only one side drops, with the group, Puna's rule and datatrove's reason."""
     signals, differences = measured(texts), {}
     for group, theirs in dropped_by_datatrove(texts).items():
         ours = dropped(signals, group)

@@ -1,9 +1,10 @@
-"""Questions that two of 24 months share, over all generators: Puna's own and reasoning-gym's.
+"""Questions that two of 24 months share, for all generators: Puna's own and reasoning-gym's.
 
     PYTHONPATH=.pkg python tests/benchmarks/dated.py --questions 2 --json
 
-Each generator has its default parameters. `dated_shared_questions`: questions of two months; 0 is the goal. `dated_refused`: generators that
-cannot fill every month, with the reason. `dated_answers_wrong`: generators whose own answer to a question is not right by their verifier.
+Each generator has its default parameters. `dated_shared_questions`: number of questions that occur in two months; the goal is 0.
+`dated_refused`: generators that cannot fill every month, with the reason. `dated_answers_wrong`: generators whose own answer to a question
+their verifier does not accept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from puna.storage import PunaError
 
 
 def measure(name: str, questions: int, seconds: float) -> dict[str, Any]:
-    """Return the shared questions of a generator's months, or the reason why it cannot fill them within `seconds` of CPU time."""
+    """Return the shared questions of a generator's months, or the reason it cannot fill them within `seconds` of CPU time."""
     first, months, wrong, begin = month_number("2026-01"), [], 0, time.process_time()
     for number in range(CYCLE):
         try:
@@ -47,7 +48,7 @@ def measure(name: str, questions: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--questions", type=int, default=2, help="questions of a generator and month")
     parser.add_argument("--seconds", type=float, default=30, help="longest CPU time of a generator")

@@ -1,9 +1,9 @@
-"""The demo over several seeds: bits per byte against n-grams, accuracy after each step, reward model, wall time.
+"""The demo over several seeds: bits per byte compared with n-grams, accuracy after each step, the reward model, wall time.
 
     python tests/benchmarks/demo.py --seeds 0 1 2 [--store FOLDER] [--json]
 
-Curation does not depend on the seed's training runs, so one store serves all seeds; each run's time is what its
-own stages took when they were made. With --json: one object of named figures.
+Curation does not depend on the seed of the training runs, so all seeds share one store; each run's time is the sum over its own stages when
+they were computed. With --json: one object of named figures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
-    """One demo run: accuracy after each evaluation, bits per byte, reward accuracy, seconds per step."""
+    """Run the demo once; return accuracy after each evaluation, bits per byte, reward accuracy and seconds per step."""
     command = [
         sys.executable,
         "-m",
@@ -60,7 +60,7 @@ def run(seed: int, store: Path, recipe: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--store", type=Path, default=Path(".puna"))

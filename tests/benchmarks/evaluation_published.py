@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct's published scores beside what is measured here: a part of `evaluation.py`.
+"""SmolLM2-135M-Instruct's published scores compared with scores measured here: a part of `evaluation.py`.
 
 Source: the model card of HuggingFaceTB/SmolLM2-135M-Instruct, section "Instruction model", and the tasks of huggingface/smollm
-(text/evaluation). By lighteval, in the chat template, on weights in bf16, at most 2,048 tokens with the prompt:
+(text/evaluation). The published scores were measured with lighteval, in the chat template, on bf16 weights, with at most 2,048 tokens
+including the prompt:
 
 - GSM8K 1.4: the 1,319 test problems, 5 examples drawn from the training problems, 256 tokens, up to "Question:". Here: training problems
   (the test file is not in the shared data) and the first 5 of them as examples, as plain text.
@@ -9,8 +10,8 @@ Source: the model card of HuggingFaceTB/SmolLM2-135M-Instruct, section "Instruct
   chat template; `--longest` tokens.
 - ARC 37.3 (mean of Easy and Challenge), HellaSwag 40.9: cloze, without examples. Their data are not in the shared data: not measured.
 
-The weights here are the package's, of 4 bits (Q4_1): the other reason for each difference. Of IFEval's answers 22 % pass but do not end
-within 1,280 tokens (`published_ifeval_cut_off`); they count as the published ones do, as they stand.
+The weights here are the package's 4-bit weights (Q4_1), which is another reason for differences. Of IFEval's answers 22 % pass but do not
+end within 1,280 tokens (`published_ifeval_cut_off`); as in the published scores, they are scored although cut off.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BENCHMARKS = ("gsm8k", "ifeval")
 def figures(
     model: Path, folder: Path, store: Store, limit: int, longest: int, names: Sequence[str] = BENCHMARKS
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the scores with their 95 % intervals on `limit` questions each. longest: tokens of an answer to IFEval."""
+    """Return the scores with their 95 % intervals on `limit` questions each. longest: maximum tokens of an IFEval answer."""
     (files,) = External.resolve(f"model={model}")
     artifact = execute(import_model, ImportModelConfig(), {"model": files}, store)
     gsm8k = checkers.lines("gsm8k/train.jsonl", limit + 5)
@@ -69,7 +70,7 @@ def _named(name: str, interval: Interval) -> dict[str, float]:
 
 
 def _ifeval(evaluation: Artifact, prompts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return strict accuracies by prompts, by instructions, and their mean. Answers that were cut off are scored as they stand."""
+    """Return the strict accuracies by prompts and by instructions, and their mean. Cut-off answers are scored, too."""
     from puna.stages.verifiers.base import Question
     from puna.stages.verifiers.registry import from_json
 

@@ -1,30 +1,31 @@
-"""What curation costs: good text lost to each rule, good names lost to the address filter, beside what is caught.
+"""The cost of curation: good text lost to each rule and good names lost to the address filter, compared with the junk that they catch.
 
     python tests/benchmarks/evidence.py [--data FOLDER] [--part rules|names|…] [--json] [--write]
 
-FOLDER (default: ../shared/data) holds the sets that the other benchmarks name. A part whose data is not there is left out, with a note.
+FOLDER (default: ../shared/data) holds the data sets of the other benchmarks. A part whose data is missing is skipped with a note.
 
-`rules`: `puna rules` for every shipped recipe over annotated pages: WCXB's development pages by type (`web_wcxb_dev`), articles of other
-extractors' tests (type `news`: `web_readability`, `web_newspaper`), and as junk the whole text of pages (menus and all) and other texts
-that `stages/curate/data/grades.tsv` gives 1 of 5 or less. Pages whose HTML does not hold their text are left out: six of forums, whose
-text a script fetches. The model behind `quality.min_quality` learned the grades.
-`good_words_lost_TYPES` is the worst recipe's share of the annotated words of TYPES whose page is dropped or whose line is cut, pages that
-give no text included; `good_words_lost_TYPES_RECIPE` each recipe's; `junk_caught_RECIPE` the share of the junk's words that goes.
-`names`: addresses that the words of `url_filter` drop. `url_filter_wrong`: of 1,000 innocent names: hosts of WCXB's pages, names below
-public suffixes (towns of Norway and Japan among them), and pairs of words of 36 books whose letters make an adult word across the gap
-(`vapor` + `nations`). `url_filter_wrong_joined`: of the last kind alone. `url_filter_recall`: of the names in
-`stages/curate/data/adult_domains.txt` that hold an adult word, those that the words find without the list.
-`languages` (`FOLDER/languages`): `languages_lost_whole`, of the 75 languages of Lingua (`languages_judged`, in NTREX's news and the Universal
-Declaration) those of which `clean` keeps no document; `languages_lost_whole_all` of all languages there. `law_bound_languages`: languages that have both, with a list of stop words; `law_bound_lost_whole`: those whose
-news would all go by a bound on stop words that is counted from the Declaration alone. Where there is no news, that rule abstains.
-`harm` (`toxicity/davidson_labeled_data.csv.zst`, 24,783 tweets by three annotators each): AUC of `dirty_word_ratio`, chance .5, of hate and
-of offence against neither, beside that of the length in words. No set at hand has sexual texts, violence or self-harm as labels:
-`harm_categories_judged` is 1, sexual words, which no figure here measures.
-`extraction`, only where it is named (it trains four models, half an hour of one core, and needs lightgbm): F1 of words beside trafilatura's.
-`f1_unseen_sites` is that of `curation_extract.py --unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py` whose
-sites no rule and no weight of the shipped extractor has seen.
-`--write` puts the rows of the recipe `clean` into `flows/report/rule_evidence.tsv`, which the report shows, and below them one row for
-each shipped recipe: its rules' digest and all that they drop together. `tests/flows/test_rule_evidence.py` compares them.
+`rules`: `puna rules` for every shipped recipe on annotated pages: WCXB's development pages by type (`web_wcxb_dev`), and articles of other
+extractors' tests (type `news`: `web_readability`, `web_newspaper`). Junk is the whole text of pages (with menus) and other texts to which
+`stages/curate/data/grades.tsv` gives at most 1 of 5. Pages whose HTML does not hold their text are left out: six forum pages, whose text is
+fetched by a script. The model behind `quality.min_quality` was trained on these grades. `good_words_lost_TYPES` is, for the worst recipe,
+the share of the annotated words of TYPES whose page is dropped or whose line is removed, including pages without any extracted text;
+`good_words_lost_TYPES_RECIPE` is the share for each recipe; `junk_caught_RECIPE` is the share of junk words that are removed. `names`:
+addresses that the word list of `url_filter` drops. `url_filter_wrong`: of 1,000 innocent names: hosts of WCXB's pages, names under public
+suffixes (including towns of Norway and Japan), and pairs of words from 36 books whose letters form an adult word across the boundary
+(`vapor` + `nations`). `url_filter_wrong_joined`: of such pairs alone. `url_filter_recall`: of the names in
+`stages/curate/data/adult_domains.txt` that contain an adult word, the share that the words find without the list. `languages`
+(`FOLDER/languages`): `languages_lost_whole`: of Lingua's 75 languages (`languages_judged`, in NTREX's news and the Universal Declaration of
+Human Rights), the number of which `clean` keeps no document; `languages_lost_whole_all`: the same for all languages in the data.
+`law_bound_languages`: languages in both sets that have a list of stop words; `law_bound_lost_whole`: those whose news would all be dropped
+by a bound on stop words computed from the Declaration alone. Without news, that rule abstains. `harm`
+(`toxicity/davidson_labeled_data.csv.zst`, 24,783 tweets by three annotators each): AUC of `dirty_word_ratio` (chance: .5) for hate and for
+offence against neither, compared with the AUC of the length in words. No available data set labels sexual text, violence or self-harm:
+`harm_categories_judged` is 1, sexual words, which no figure here measures. `extraction`, run only if named (it trains four models, takes
+half an hour on one core, and needs lightgbm): F1 of words compared with trafilatura. `f1_unseen_sites` is that of `curation_extract.py
+--unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py` from sites that were used neither for the rules nor
+for the weights of the shipped extractor. `--write` writes the rows of the recipe `clean` to `flows/report/rule_evidence.tsv`, which the
+report shows, followed by one row for each shipped recipe: a digest of its rules, and the shares that all its rules drop together.
+`tests/flows/test_rule_evidence.py` compares them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from puna.storage import Store  # noqa: E402
 TYPES = {"articles": "article", "documentation": "documentation", "forums": "forum"}
 TAG = re.compile("<[^<>]*>")
 JUNK = 1
-"""Highest grade of a text that is junk."""
+"""Maximum grade of a junk text."""
 LINGUA = (
     "af sq ar hy az eu be bn no bs bg ca zh hr cs da nl en eo et fi fr lg ka de el gu he hi hu is id ga it ja kk ko la lv lt mk ms mi mr mn "
     "nn fa pl pt pa ro ru sr sn sk sl so st es sw sv tl ta te th ts tn tr uk ur vi cy xh yo zu"
@@ -72,7 +73,7 @@ ALL_RULES = "all rules of"
 
 
 def pages(folder: Path) -> Iterator[Page]:
-    """Yield the annotated pages of the sets in the folder."""
+    """Yield the annotated pages of the data sets in the folder."""
     grades = (ROOT / "stages/curate/data/grades.tsv").read_text(encoding="utf-8").splitlines()[1:]
     junk = {(dataset, page) for dataset, page, reading, grade in (line.split("\t") for line in grades) if reading == "whole" and int(grade) <= JUNK}
     wcxb = folder / "web_wcxb_dev"
@@ -96,7 +97,7 @@ def pages(folder: Path) -> Iterator[Page]:
 
 
 def _holds(html: str, truth: str) -> bool:
-    """Return whether a quarter of every twentieth run of four words of the truth stands in the HTML."""
+    """Return True if the HTML contains at least a quarter of the sampled runs of four words (every twentieth) of the truth."""
     words = WORD.findall(truth)
     runs = [" ".join(words[at : at + 4]) for at in range(0, len(words) - 3, 20)]
     inside = " ".join(WORD.findall(unescape(html)) + WORD.findall(unescape(TAG.sub(" ", html))))
@@ -112,7 +113,7 @@ def _whole(body: bytes) -> Page:
 
 
 def rules(folder: Path, write: bool) -> dict[str, float]:
-    """See the module."""
+    """Return the figures of the part `rules` (see the module)."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as place:
         annotated = Annotations(list(pages(folder)), Store.open(place), ExtractConfig())
@@ -128,7 +129,7 @@ def rules(folder: Path, write: bool) -> dict[str, float]:
 
 
 def _selections(recipe: str, changes: Sequence[str]) -> Iterator[tuple[str, SelectConfig]]:
-    """Yield the selections of a recipe by step."""
+    """Yield the `select` configurations of a recipe by step."""
     loaded, steps = load(recipe, list(changes), "curate"), fields(flow_named("curate"))
     for step in ("select", "select_model"):
         for config in loaded.configs(steps[step]):
@@ -143,7 +144,7 @@ def conditions(recipe: str) -> dict[str, str]:
 
 
 def digest(recipe: str, changes: Sequence[str] = ()) -> str:
-    """Return a digest of a recipe's rules: thresholds, documents that they judge, lines, expressions in SQL, and the model of quality."""
+    """Return a digest of a recipe's rules: thresholds, conditions, line rules, SQL expressions, and the quality model."""
     rules = [(step, *active_rules(config), config.sql, config.lines, config.per_language) for step, config in _selections(recipe, changes)]
     trains = bool(load(recipe, list(changes), "curate").configs(fields(flow_named("curate"))["train_quality"]))
     return hashlib.sha256(repr((rules, trains)).encode()).hexdigest()[:16]
@@ -152,7 +153,7 @@ def digest(recipe: str, changes: Sequence[str] = ()) -> str:
 def table(results: Mapping[str, Evidence]) -> str:
     """Return tab-separated text: for each rule of `clean` the shares of words that it drops, alone and as the first that fires.
 
-    Then for each recipe its digest, and the shares of all its rules together.
+    Each recipe follows with its digest, and the shares of all its rules together.
     """
     result = results["clean"]
     rows = columns_of(result, "type")[:-1]
@@ -167,7 +168,7 @@ def table(results: Mapping[str, Evidence]) -> str:
 
 
 def names(folder: Path, write: bool) -> dict[str, float]:
-    """See the module."""
+    """Return the figures of the part `names` (see the module)."""
     from publicsuffixlist import PublicSuffixList
 
     from puna.stages.curate import url_filter
@@ -195,7 +196,7 @@ def _some(values: list[str], count: int) -> list[str]:
 
 
 def _joined(folder: Path) -> list[str]:
-    """Return pairs of words of the books, joined, with an adult word across the gap that neither word holds and that begins inside the first."""
+    """Return joined pairs of words from the books, with an adult word across the boundary that begins inside the first word."""
     from puna.stages.curate import url_filter
 
     vocabulary = url_filter._vocabulary()
@@ -213,7 +214,7 @@ def _joined(folder: Path) -> list[str]:
 
 
 def languages(folder: Path, write: bool) -> dict[str, float]:
-    """See the module."""
+    """Return the figures of the part `languages` (see the module)."""
     os.environ["PUNA_LANGUAGES_DATA"] = str(folder / "languages")
     import language_table
     from languages import code_of, ntrex_documents, udhr_documents
@@ -244,7 +245,7 @@ def languages(folder: Path, write: bool) -> dict[str, float]:
 
 
 def harm(folder: Path, write: bool) -> dict[str, float]:
-    """See the module."""
+    """Return the figures of the part `harm` (see the module)."""
     import csv
 
     import numpy as np
@@ -266,7 +267,7 @@ def harm(folder: Path, write: bool) -> dict[str, float]:
 
 
 def extraction(folder: Path, write: bool) -> dict[str, float]:
-    """See the module."""
+    """Return the figures of the part `extraction` (see the module)."""
     import curation_extract
 
     if find_spec("lightgbm") is None:
@@ -286,7 +287,7 @@ LONG = ("extraction",)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data", help="folder of the sets")
     parser.add_argument("--part", choices=PARTS, action="append", help="measure this alone (repeatable)")

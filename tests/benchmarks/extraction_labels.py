@@ -1,4 +1,4 @@
-"""Labels for training: the blocks of a page that its annotated text holds."""
+"""Training labels: the blocks of a page that occur in its annotated text."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from puna.kernels.cpu.numba_cache import njit
 
 WORD = re.compile(r"\w+")
-GRAM = 5  # words that a block which stands elsewhere in the truth must share with it, again and again
-MATCH, FIRST_MATCH = np.float32(2.0), np.float32(0.5)  # a run of equal words is worth more than words strewn about
+GRAM = 5  # words per n-gram that a block must share with the truth if the truth has the block elsewhere
+MATCH, FIRST_MATCH = np.float32(2.0), np.float32(0.5)  # scores: matching words in a row count more than scattered ones
 MAX_CELLS = 1_500_000_000
 HALF = 0.5
 
 
 def label(texts: Sequence[str], truth: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return share of each block's words that are content, and its number of words.
+    """Return the share of each block's words that are content, and the block's number of words.
 
-    Words of page and truth are aligned in order; a longer block that the alignment leaves out, because the truth has
-    it elsewhere, counts by its n-grams unless the same text was content before.
+    The words of page and truth are aligned in order. A longer block that the alignment leaves out, because the truth has it elsewhere, is
+    scored by its n-grams unless the same text was content before.
     """
     numbers: dict[str, int] = {}
 
@@ -57,7 +57,7 @@ def _align(a: NDArray[np.int32], b: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Return a mask of the entries of `a` that the best monotone alignment with `b` matches; Gotoh's recurrence with free gaps."""
     n, m = len(a), len(b)
     never = np.float32(-1e9)
-    steps = np.zeros((n + 1, m + 1), np.uint8)  # 1: skip of a, 2: skip of b, 3: match; +4: the match goes on a run
+    steps = np.zeros((n + 1, m + 1), np.uint8)  # 1: skip of a, 2: skip of b, 3: match; +4: the match continues a run
     best, run = np.zeros(m + 1, np.float32), np.full(m + 1, never, np.float32)
     for i in range(1, n + 1):
         corner, corner_run, left = best[0], never, np.float32(0)

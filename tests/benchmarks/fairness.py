@@ -1,4 +1,4 @@
-"""The effect of curation on each language, measured on labelled documents; on parallel ones every difference is curation's."""
+"""The effect of curation on each language, measured on labelled documents. On parallel documents every difference is due to curation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?。！？।։።])\s*|\n+")
 
 
 class Labelled(NamedTuple):
-    """A document of known language. `kind`: good, or the way it was spoilt."""
+    """A document in a known language. `kind`: good, or the way in which it was spoilt."""
 
     language: str
     text: str
@@ -39,7 +39,7 @@ class Labelled(NamedTuple):
 
 @dataclass
 class Fairness:
-    """Results of a fairness run: one row per language, and figures over all of them."""
+    """The results of a fairness run: one row per language, and figures over all languages."""
 
     rows: list[dict[str, Any]]
     figures: dict[str, float]
@@ -56,7 +56,7 @@ def misread(text: str) -> str:
 
 
 def menu(text: str) -> str:
-    """Return the first two words of every sentence, one a line; of a sentence without blanks its first six characters."""
+    """Return the first two words of every sentence, one sentence per line; of a sentence without spaces, its first six characters."""
     lines: list[str] = []
     for sentence in SENTENCE_END.split(text):
         words = sentence.split()
@@ -68,7 +68,7 @@ def menu(text: str) -> str:
 def salad(text: str) -> str:
     """Return the words that occur once, shuffled."""
     words = text.split()
-    if len(words) < 2 * len(text.split("\n")):  # written without blanks: pieces of three characters
+    if len(words) < 2 * len(text.split("\n")):  # a script without spaces: pieces of three characters
         joined = "".join(words)
         words = [joined[at : at + 3] for at in range(0, len(joined), 3)]
     counts = Counter(words)
@@ -81,7 +81,7 @@ SPOILT: dict[str, Callable[[str], str]] = {"repeats": repeats, "misread": misrea
 
 
 def twins(documents: Sequence[Labelled]) -> list[Labelled]:
-    """Return every good document spoilt in each way that changes it."""
+    """Return a spoilt copy of every good document, for each way of spoiling that changes it."""
     spoilt = [Labelled(d.language, spoil(d.text), kind) for d in documents if d.kind == GOOD_KIND for kind, spoil in SPOILT.items()]
     texts = {document.text for document in documents}
     return [twin for twin in spoilt if twin.text.strip() and twin.text not in texts]
@@ -90,12 +90,12 @@ def twins(documents: Sequence[Labelled]) -> list[Labelled]:
 def fairness(documents: Sequence[Labelled], recipe: str = "clean", changes: Sequence[str] = (), reference: str = "en") -> Fairness:
     """Run language, heuristics and select of a recipe over the documents, then every rule alone.
 
-    A language is near the reference where its share of kept good documents is at most 0.1 lower.
+    A language is near the reference if its share of kept good documents is at most 0.1 lower.
     """
     loaded = load(recipe, list(changes), "curate")
     found_config = loaded.one("language", language, LanguageConfig)
     measured_config = loaded.one("heuristics", heuristics, HeuristicsConfig)
-    # Rules on classifiers that were trained on other pages tell nothing about these.
+    # Rules on classifiers that were trained on other pages are not meaningful here.
     chosen = loaded.one("select", select, SelectConfig).model_copy(update={"code_reasoning": None, "quality": None, "domains": None})
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(folder)
@@ -156,7 +156,7 @@ def _summary(documents: Sequence[Labelled], kept: set[int], signals: pa.Table, a
 
 
 def gini(values: Any) -> float:
-    """Return Gini's coefficient of shares, 0 where all are equal."""
+    """Return the Gini coefficient of shares; 0 if all are equal."""
     ordered = np.sort(np.asarray(values, np.float64))
     if not ordered.sum():
         return 0.0

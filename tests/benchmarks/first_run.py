@@ -1,12 +1,12 @@
-"""CPU seconds of the first `puna clean` in an environment that never compiled.
+"""CPU seconds of the first `puna clean` in an environment without compiled loops.
 
     python tests/benchmarks/first_run.py [--data FOLDER] [--python PYTHON] [--pages N] [--without] [--json]
 
-PYTHON: an interpreter that has Puna's wheel; by default this one, with this checkout. `FOLDER/web_wcxb_dev` (default: ../shared/data) has
-the pages; the first N (200) are cleaned by one worker, in a new folder for each of the runs, all their processes counted:
-`first_clean_cpu_s` with an empty folder of compiled loops, `second_clean_cpu_s` (another store, the same folder of loops) beside it.
-`first_clean_loops_compiled`: loops that the first run had to compile. `--without`: also `first_clean_cpu_s_without`, where this processor's own
-name is asked for (NUMBA_CPU_NAME), so that no loop that came compiled serves: what the first run cost before, minutes.
+PYTHON: an interpreter with Puna's wheel installed; by default this interpreter with this checkout. `FOLDER/web_wcxb_dev` (default:
+../shared/data) has the pages; one worker cleans the first N (200), in a new folder for each run; the CPU time of all processes counts.
+`first_clean_cpu_s`: with an empty folder of compiled loops; `second_clean_cpu_s`: with another store and the same folder of loops.
+`first_clean_loops_compiled`: loops that the first run had to compile. `--without`: also `first_clean_cpu_s_without`, compiled for this
+processor's own name (NUMBA_CPU_NAME), so that no shipped loop is used: minutes, the cost before loops were shipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".pkg"), str(Path(__file__).parent)]
 
 
 def figures(data: Path, python: Path | None, count: int, without: bool) -> dict[str, float]:
-    """See the module."""
+    """Return the figures that the module describes."""
     import curation_articles
 
     found: dict[str, float] = {}
@@ -48,7 +48,7 @@ def figures(data: Path, python: Path | None, count: int, without: bool) -> dict[
 
 
 def _clean(place: Path, name: str, loops: str, python: Path | None, **more: str) -> float:
-    """Return the CPU seconds of a run that cleans the pages in `place` into `NAME.jsonl`, with a folder of compiled loops."""
+    """Return the CPU seconds of a run that cleans the pages in `place` into `NAME.jsonl`, with `loops` as the folder of compiled loops."""
     own = {"NUMBA_CACHE_DIR": str(place / loops), "PUNA_CACHE": str(place / f"{name}-cache"), "OMP_NUM_THREADS": "1", **more}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
     if python is None:
@@ -61,7 +61,7 @@ def _clean(place: Path, name: str, loops: str, python: Path | None, **more: str)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data", help="folder of the sets")
     parser.add_argument("--python", type=Path, help="interpreter of the environment")

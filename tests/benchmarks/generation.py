@@ -1,14 +1,14 @@
-"""Generation beside transformers on the same weights, and what the engine claims: shared prompts, exact log-probs.
+"""Generation compared with transformers on the same weights, and the engine's claims: shared prompts, exact log-probs.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/generation.py --json
 
-One thread, fp32, process CPU time; ours and theirs take turns, the best of `--rounds` counts. Both draw 128 tokens per answer
-at temperature 1 from the whole vocabulary after prompts of 32 tokens; ours keeps the log-probs. The model: 6 layers, width 256,
-8 query and 4 key-value heads, feed-forward 704, vocabulary 8192. `greedy` figures take the likeliest tokens instead.
-`--smollm FILE` compares greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each; `--speculate
-FILE` tells what guessing ahead saves when it answers questions, and when it repeats a text, one prompt after the other, by n-grams and by
-a draft; `--quantised FILE --text FILE` what weights in 8 bits change in likelihoods and answers, `--sinks FILE --text FILE` what a cache of the last
-tokens with and without sinks makes of a text longer than the context.
+One thread, fp32, process CPU time; Puna and transformers alternate, and the best of `--rounds` counts. Both draw 128 tokens per answer at
+temperature 1 from the whole vocabulary after prompts of 32 tokens; Puna also returns the log-probs. The model: 6 layers, width 256, 8 query
+and 4 key-value heads, feed-forward 704, vocabulary 8192. The `greedy` figures take the likeliest tokens instead. `--smollm FILE` compares
+the greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each. `--speculate FILE` measures the time saved
+by speculation for answers to questions and for repeating a text, one prompt at a time, with n-grams and with a draft model. `--quantised
+FILE --text FILE` measures the change of likelihoods and answers with 8-bit weights. `--sinks FILE --text FILE` measures the perplexity of a
+text longer than the context under a cache of the last tokens, with and without sinks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def model() -> Transformer:
 
 
 def twin(ours: Transformer) -> Any:
-    """transformers' model of the same weights."""
+    """Return transformers' model with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     raw = SHAPE.to_dict()
@@ -70,7 +70,7 @@ def ours(network: Transformer, asked: list[list[int]], n: int, greedy: bool, **h
 
 
 def best(rounds: int, **work: Callable[[], None]) -> dict[str, float]:
-    """Least CPU seconds of each; they take turns."""
+    """Return the minimum CPU seconds of each function; the functions alternate."""
     found = dict.fromkeys(work, float("inf"))
     for _ in range(rounds):
         for name, step in work.items():
@@ -83,7 +83,7 @@ def best(rounds: int, **work: Callable[[], None]) -> dict[str, float]:
 def beside_transformers(rounds: int) -> dict[str, float]:
     network = model()
     other = twin(network)
-    ours(network, prompts(2, 32), 1, False)  # loops are compiled once
+    ours(network, prompts(2, 32), 1, False)  # compile the loops once
     figures: dict[str, float] = {}
     for name, count, length, n in (("decode1", 1, 32, 1), ("decode16", 16, 32, 1), ("decode64", 64, 32, 1), ("rejection", 1, 512, 16)):
         asked = prompts(count, length)
@@ -97,7 +97,7 @@ def beside_transformers(rounds: int) -> dict[str, float]:
             figures[f"{kind}_tok_core_s"] = count * n * NEW / took["ours"]
             figures[f"{kind}_vs_transformers"] = took["theirs"] / took["ours"]
     asked = prompts(1, 512)
-    apart = [[*row[:-1], token] for row in asked for token in range(16)]  # 16 prompts that differ from their first page on
+    apart = [[*row[:-1], token] for row in asked for token in range(16)]  # 16 prompts that differ already in their first page
     apart = [[token, *row] for token, row in enumerate(apart)]
     took = best(
         rounds, shared=lambda: ours(network, asked, 16, False), unshared=lambda: ours(network, apart, 1, False)
@@ -107,7 +107,7 @@ def beside_transformers(rounds: int) -> dict[str, float]:
 
 
 def exactness(rounds: int) -> dict[str, Any]:
-    """The share of drawn tokens whose log-probs are the packed training pass's bit by bit, and what exact passes cost."""
+    """Return the share of drawn tokens whose log-probs equal the packed training pass's bit by bit, and the cost of exact passes."""
     network = model()
     asked = [row[: 20 + 9 * i] for i, row in enumerate(prompts(12, 160))]
     equal, plain_equal, total = 0, 0, 0
@@ -135,7 +135,7 @@ def exactness(rounds: int) -> dict[str, Any]:
 
 
 def smollm(file: Path) -> dict[str, float]:
-    """Greedy tokens beside transformers' for 200 prompts."""
+    """Compare greedy tokens with transformers' for 200 prompts."""
     from transformers import AutoModelForCausalLM
 
     from puna.models.formats.checkpoint import load_with_tokenizer, save
@@ -153,7 +153,7 @@ def smollm(file: Path) -> dict[str, float]:
         other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     same = 0
     how: dict[str, Any] = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for length in sorted(set(map(len, asked))):  # without padding: prompts of one length together
+    for length in sorted(set(map(len, asked))):  # without padding: prompts of equal length are batched together
         alike = [(prompt, row[0].tokens) for prompt, row in zip(asked, answers, strict=True) if len(prompt) == length]
         ids = torch.tensor([prompt for prompt, _ in alike])
         found = other.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, length:].tolist()
@@ -173,8 +173,8 @@ ASKS = {
 
 
 def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 6) -> dict[str, Any]:
-    """CPU seconds without guesses over those with at most `most` from what stood before, of one or three continuations, and from a draft, the model itself in 8 bits
-    where none is given; tokens for each step of the model, and the share of answers that stay the same."""
+    """Return CPU seconds without speculation over those with at most `most` guesses, from earlier text with one or three answers, and from
+    a draft (None: the model itself in 8 bits); tokens per model step; and the share of answers that stay the same."""
     from puna.models.formats.checkpoint import load_with_tokenizer
     from puna.models.formats.quantised import quantise
     from puna.models.generation.draft import DraftedEngine
@@ -212,8 +212,8 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
 
 
 def draft_ceiling(rounds: int) -> dict[str, float]:
-    """What a draft of a tenth of the layers can save at most, one prompt at a time: 20 layers of width 768, of which all but the first
-    two add nothing, so that these two alone are a draft that is always right; and one of other weights."""
+    """Return the largest possible saving from a draft with a tenth of the layers, one prompt at a time: in a model of 20 layers of width
+    768, all but the first two add nothing, so a draft of these two is always right; and the saving from a draft with other weights."""
     from puna.models.generation.draft import DraftedEngine
 
     shape = SHAPE.replace(hidden_size=768, intermediate_size=2048, num_hidden_layers=20, num_attention_heads=12, head_dim=64)
@@ -239,8 +239,9 @@ def draft_ceiling(rounds: int) -> dict[str, float]:
 
 
 def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
-    """Weights in bf16, INT8, FP8 and four bits, rounded to the nearest (int4) and by AWQ after 8,192 tokens of the text's end, beside fp32: the KL divergence of next tokens' distributions from those of fp32 in nats, the share of
-    positions at which the likeliest token is the same, the mean log-prob of the text, and right sums of 200, after four examples."""
+    """Compare weights in bf16, INT8, FP8 and four bits with fp32. Four bits are rounded to nearest (int4), or by AWQ, calibrated on 8,192
+    tokens of the text's end. Return the KL divergence of next-token distributions from fp32 in nats, the share of positions with the same
+    likeliest token, the text's mean log-prob, and the number of right sums of 200, after four examples."""
     from puna.models.forest import Forest
     from puna.models.formats.awq_search import pack_layers
     from puna.models.formats.checkpoint import load_with_tokenizer
@@ -286,7 +287,7 @@ def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
 
 
 class Reader(Engine):
-    """An engine that keeps the log-probs of a prompt's tokens as it computes it; the only request's."""
+    """An engine for a single request that keeps the log-probs of the prompt's tokens as it computes them."""
 
     def _compute(self, work: Any) -> torch.Tensor:
         hidden_ND = super()._compute(work)
@@ -298,8 +299,9 @@ class Reader(Engine):
 
 
 def sinks(file: Path, text: Path, tokens: int, window: int = 512) -> dict[str, Any]:
-    """Perplexity of a text of so many tokens, of its stretches of 2,048, read at one go: by a cache of the last `window` to 1.25 `window`
-    tokens, the same with 16 sinks, and by all tokens before; and memory of keys and values. The context is the model's own."""
+    """Return the perplexity of a text of `tokens` tokens, also by stretches of 2,048, read in one pass: with a cache of the last `window`
+    to 1.25 `window` tokens, with 16 sinks in addition, and with all earlier tokens; and the memory of keys and values. The context is the
+    model's own."""
     from puna.models.formats.checkpoint import load_with_tokenizer
 
     network, tokenizer = load_with_tokenizer(file)

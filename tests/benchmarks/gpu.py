@@ -1,18 +1,17 @@
-"""Everything that a GPU has to show, in one call of at most 8 minutes: correctness, rooflines, training, generation.
+"""All GPU measurements, in one call of at most 8 minutes: correctness, rooflines, training, generation.
 
     PYTHONPATH=.pkg python tests/benchmarks/gpu.py --json gpu.json > gpu.txt
 
-Without a GPU, `TRITON_INTERPRET=1 PYTHONPATH=.pkg python tests/benchmarks/gpu.py --device cpu --small` runs the same
-script, the Triton versions included, at shapes that Triton's interpreter can bear; its times mean nothing.
+Without a GPU, `TRITON_INTERPRET=1 PYTHONPATH=.pkg python tests/benchmarks/gpu.py --device cpu --small` runs the same script, Triton
+versions included, at shapes small enough for Triton's interpreter; its times mean nothing.
 
-1. every operator against its fp64 definition; the script ends here, with status 1, if one is wrong
-2. training: a Llama-3.2-1B shape, steps of 4 rows of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs
-   utilisation against the maker's dense bf16 rate, peak memory; the same with the layers' matrices in FP8, and with
-   activation checkpointing
-3. the training step of transformers' model (SDPA, autocast, fused AdamW), where it is installed
+1. every operator against its fp64 definition; if one is wrong, the script ends here with status 1
+2. training: a Llama-3.2-1B shape, steps of 4 rows of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs utilisation relative to the
+   data sheet's dense bf16 rate, peak memory; the same with the layers' matrices in FP8, and with activation checkpointing
+3. the training step of transformers' model (SDPA, autocast, fused AdamW), if transformers is installed
 4. generation: the same model in bf16, 64 answers of 128 tokens to 8 prompts of 512: tokens/s; and transformers' `generate`
-5. the table of `roofline.py`, beside SDPA, varlen, torch.compile and, where it is installed, Liger-Kernel
-6. each goal beside what was reached
+5. the table of `roofline.py`, with SDPA, varlen, torch.compile and, if installed, Liger-Kernel
+6. each goal and the measured value
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from puna.models.training.settings import TrainConfig
 from puna.models.training.trainer import Trainer
 from puna.models.transformer import Transformer
 
-SECONDS = 480.0  # of the whole script
-# What each figure has to be: at least, or with True at most.
+SECONDS = 480.0  # time limit of the whole script
+# The goal of each figure: a minimum or, with True, a maximum.
 GOALS: dict[str, tuple[float, bool]] = {
     "add + RMSNorm forward: ceiling": (0.9, False),
     "add + RMSNorm backward: ceiling": (0.85, False),
@@ -69,7 +68,7 @@ TINY = ModelConfig(
 
 
 def best_seconds(step: Callable[[int], object], device: torch.device, rounds: int) -> float:
-    """Shortest of `rounds` calls after two that warm up."""
+    """Return the shortest time of `rounds` calls, after two warm-up calls."""
     best = float("inf")
     for number in range(1, rounds + 3):
         _finish(device)
@@ -93,7 +92,7 @@ def _computed(settings: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int, figures: dict[str, float]) -> None:
-    """Print tokens per second of a training step, rows one after the other, in bf16 (on CPU fp32), and with checkpointing."""
+    """Print tokens per second of a training step on packed rows, in bf16 (on CPU fp32), and with checkpointing."""
     precision: Literal["fp32", "bf16"] = "bf16" if device.type == "cuda" else "fp32"
     model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(device)
     generator = torch.Generator().manual_seed(1)
@@ -118,7 +117,7 @@ def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, 
 
 
 def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> list[dict[str, object]]:
-    """Print and return each goal, what was reached, and whether that is enough; goals are those of an H200."""
+    """Print and return each goal, the measured value, and whether the goal is met; goals are for an H200."""
     by_name = {line.op: line for line in lines}
     found = dict(figures)
     for line in lines:
@@ -130,7 +129,7 @@ def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> lis
         found[f"attention {phase}: packed over one document"] = packed / one
     if step := by_name.get("linear + cross-entropy, step forward"):
         found["linear + cross-entropy: ms"] = step.milliseconds
-        # Beyond dW in fp32, in which it is summed.
+        # On top of dW in fp32, in which gradients are summed.
         found["linear + cross-entropy: GB beyond dW"] = step.peak_gigabytes - 4 * machine.V * machine.D / 1e9
     goals: list[dict[str, object]] = []
     for name, (goal, most) in GOALS.items():
@@ -142,7 +141,7 @@ def judge(machine: Machine, lines: list[Line], figures: dict[str, float]) -> lis
 
 
 def transformers_model(config: ModelConfig, device: torch.device) -> Any:
-    """Return transformers' model of the same shape, with weights of its own; None where transformers is not installed."""
+    """Return transformers' model of the same shape with random weights; None if transformers is not installed."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -157,7 +156,7 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
 def transformers_training(
     config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int, figures: dict[str, float]
 ) -> None:
-    """The same step as transformers' users would write it: bf16 autocast over fp32 weights."""
+    """Measure the same step as users of transformers would write it: bf16 autocast over fp32 weights."""
     if (peer := transformers_model(config, device)) is None:
         return
     optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -179,7 +178,7 @@ def transformers_training(
 def generation(
     config: ModelConfig, prompt: int, answer: int, answers: int, device: torch.device, figures: dict[str, float]
 ) -> None:
-    """Print drawn tokens per second, prompts included in the time."""
+    """Print drawn tokens per second; the time includes the prompts."""
     model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(device)
     if device.type == "cuda":
         model = model.to(torch.bfloat16)
@@ -196,7 +195,7 @@ def generation(
 def transformers_generation(
     config: ModelConfig, prompt: int, answer: int, answers: int, device: torch.device, figures: dict[str, float]
 ) -> None:
-    """The same answers by transformers' `generate`, all rows in one batch."""
+    """Measure the same answers with transformers' `generate`, all rows in one batch."""
     if (peer := transformers_model(config, device)) is None:
         return
     peer = peer.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -210,7 +209,7 @@ def transformers_generation(
 
 
 def write(file: Path, machine: Machine, lines: list[Line], figures: dict[str, float], goals: list[dict[str, object]]) -> None:
-    """Everything measured as one JSON object; what was not is null."""
+    """Write everything measured as one JSON object; missing measurements are null."""
 
     def known(row: Mapping[str, object]) -> dict[str, object]:
         return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}

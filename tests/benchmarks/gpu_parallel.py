@@ -1,18 +1,19 @@
-"""Layouts of several devices against one process without groups: numbers, checkpoints, tokens a second.
+"""Layouts of several devices compared with one process without groups: results, checkpoints, tokens per second.
 
     PYTHONPATH=.pkg python tests/benchmarks/gpu_parallel.py --json parallel.json > parallel.txt
 
-Starts its ranks itself, one a GPU, over NCCL. Without a GPU, `--device cpu --ranks 2` runs the same checks over gloo.
+Starts its own ranks, one per GPU, over NCCL. Without a GPU, `--device cpu --ranks 2` runs the same checks over gloo.
 
 1. every exchange of models/training/parallel, against the plain result
-2. each layout that the devices allow: gradients, loss and gradient norm (within 1e-5 in fp32, TF32 off; loss and norm on a GPU 5e-5), the weights
-   after two steps (5e-5),
-   a checkpoint in boxes, bit for bit. With one device the groups have one rank. The first row, one process again, is the noise of the device
-3. tokens a second of a step, fp32, and bf16 where copies or one process train
-4. with one GPU: the same layouts on two and four ranks that share it, over gloo; pipelines, whose messages gloo takes from the host's
-   memory alone, are left out, and speeds mean nothing
+2. each layout that the devices allow: gradients, loss and gradient norm (within 1e-5 in fp32, TF32 off; loss and norm on a GPU 5e-5), the
+   weights after two steps (5e-5), a checkpoint in boxes, bit for bit. With one device the groups have one rank. The first row repeats one
+   process, which shows the device's noise
+3. tokens per second of a step, in fp32, and in bf16 for data-parallel copies or one process
+4. with one GPU: the same layouts on two and four ranks that share it, over gloo; pipelines are left out, because gloo sends their messages
+   only from host memory, and speeds mean nothing
 
-Ends with status 1 if a number differs, a check fails, or no line comes within two minutes. What a GPU refuses by name is shown as refused.
+Ends with status 1 if a number differs, a check fails, or no line comes within two minutes. Layouts that are refused on GPUs are shown as
+refused.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from tests.parallel import cases  # noqa: E402
 
 EQUAL = 1e-5
 PATIENCE = 120.0
-"""Seconds within which a check ends; the first one compiles Triton programs."""
+"""Maximum seconds of a check; the first check compiles Triton programs."""
 SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {"vocab_size": 41, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4},
     "cuda": {
@@ -66,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "initializer_range": 0.07,
     },
 }  # fmt: skip
-"""Models of the comparisons; the GPU's allows eight ranks on each axis."""
+"""Models of the comparisons; the GPU's model allows eight ranks on each axis."""
 FAST: dict[str, tuple[dict[str, Any], int]] = {
     "cpu": ({**SHAPES["cpu"], "vocab_size": 512}, 64),
     "cuda": (
@@ -76,12 +77,12 @@ FAST: dict[str, tuple[dict[str, Any], int]] = {
         }, 4096,
     ),
 }  # fmt: skip
-"""Models of the speeds, and tokens of a micro-batch."""
+"""Models of the speed measurements, and tokens of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: `kind` names its function; `layout` has sizes above 1. `alone`: an axis whose group has one rank."""
+    """A check: `kind` names its function; `layout` has the sizes above 1. `alone`: an axis whose group has one rank."""
 
     kind: str
     layout: tuple[tuple[str, int], ...] = ()
@@ -96,7 +97,7 @@ class Check:
 
 
 def layouts(ranks: int) -> list[tuple[tuple[str, int], ...]]:
-    """Return the proved layouts of so many ranks with even sizes: all on one axis, or cut in halves over two and three."""
+    """Return the proved layouts of `ranks` ranks with even sizes: all on one axis, or divided over two and three axes."""
     found = []
     for axes in sorted(PROVED, key=lambda some: (len(some), sorted(some))):
         names = [axis for axis in AXES if axis in axes]
@@ -107,7 +108,7 @@ def layouts(ranks: int) -> list[tuple[tuple[str, int], ...]]:
 
 
 def checks(ranks: int, shared: bool, only: str) -> list[Check]:
-    """Return the checks of so many ranks whose names match the pattern `only`. shared: they share a device."""
+    """Return the checks for `ranks` ranks whose names match the pattern `only`. shared: the ranks share a device."""
     return [check for check in _all_checks(ranks, shared) if re.search(only, str(check))]
 
 
@@ -139,7 +140,7 @@ def _all_checks(ranks: int, shared: bool) -> list[Check]:
 
 
 class Alone(Mesh):
-    """One process that exchanges with itself along one axis, as a rank of a layout exchanges with others."""
+    """A mesh of one process that exchanges with itself along one axis, as a rank of a layout exchanges with others."""
 
     def __init__(self, axis: str) -> None:
         super().__init__(Layout())
@@ -148,7 +149,7 @@ class Alone(Mesh):
 
 @contextlib.contextmanager
 def alone(axis: str) -> Iterator[Mesh]:
-    """Let trainers inside exchange over groups of one rank."""
+    """Let trainers within the context exchange over groups of one rank."""
     from puna.models.training.parallel.shard import Sharded
 
     kind = {"data": Parallel, "shard": Sharded, "tensor": Cut, "expert": Cut}[axis]
@@ -167,7 +168,7 @@ def mesh_of(check: Check) -> Iterator[Mesh]:
 
 
 def numbers(check: Check) -> dict[str, Any]:
-    """Return the differences from one process without groups; without a layout those of one process from itself."""
+    """Return the differences from one process without groups; without a layout, those between two runs of one process."""
     given = {"precision": check.precision, "deterministic": True}
     size = SHAPES[cases.DEVICE]["num_hidden_layers"], 5
     with mesh_of(check) as mesh:
@@ -175,15 +176,15 @@ def numbers(check: Check) -> dict[str, Any]:
     one = cases.one_process(check.objective, check.variant, size, tuple(sorted(given.items())))
     rows = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in b]
     out = {name: cases.difference(own[name], one[name], 1e-2) for name in ("gradients", "weights")} | {"rows": max(rows)}
-    # bf16 rounds the weights after a step, so one bit of their sum may become a larger one.
-    # A GPU's products sum in an order that their sizes decide, which the second step's loss shows.
+    # bf16 rounds the weights after a step, so a difference of one bit in their sum may grow.
+    # The order of a GPU's sums depends on the shapes of the products; the second step's loss shows this.
     rows_equal = out["rows"] <= (EQUAL if cases.DEVICE == "cpu" else 5 * EQUAL)
     equal = out["gradients"] <= EQUAL and (check.precision == "bf16" or (rows_equal and out["weights"] <= 5 * EQUAL))
     return {**out, "equal": equal}
 
 
 def checkpoint(check: Check, folder: Path) -> dict[str, Any]:
-    """Write a state in boxes and read it: the rank's own pieces, and the whole tensors as one process reads them."""
+    """Write a checkpoint in boxes and read it: the rank's own pieces, and the whole tensors as one process reads them."""
     micro = cases.micro_batches(check.objective, 1)
     with mesh_of(check) as mesh:
         config = cases.train_config(mesh.layout, precision=check.precision)
@@ -200,7 +201,7 @@ def checkpoint(check: Check, folder: Path) -> dict[str, Any]:
 
 
 def speed(check: Check) -> dict[str, Any]:
-    """Return tokens a second of the fastest of three steps after two to warm up, and the peak of a GPU's memory."""
+    """Return tokens per second of the fastest of three steps after two warm-up steps, and the peak of a GPU's memory."""
     shape, tokens = FAST[cases.DEVICE]
     extra = {"moe": {**cases.MOE, "num_experts": 8, "moe_intermediate_size": shape["intermediate_size"] // 4}} if check.variant == "moe" else {}
     config = ModelConfig(**shape, **extra)
@@ -220,7 +221,7 @@ def speed(check: Check) -> dict[str, Any]:
 
 
 def _pair(call: Any, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of a call and the gradient of its input, for a gradient of the result."""
+    """Return the result of a call, and the gradient of its input given a gradient of the result."""
     x = x.detach().requires_grad_()
     y = call(x)
     y.backward(gradient)
@@ -276,7 +277,7 @@ def exchanges(rank: int, ranks: int, dtype: torch.dtype) -> Iterator[tuple[str, 
 
 
 def output_layers(rank: int, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the losses of a vocabulary that is cut, with their gradients, and those of the whole vocabulary."""
+    """Yield the losses of a split vocabulary with their gradients, and those of the whole vocabulary."""
     device, generator = cases.DEVICE, torch.Generator().manual_seed(0)
     x, w = torch.randn(70, 64, generator=generator).to(device), torch.randn(151, 64, generator=generator).to(device)
     targets = torch.randint(0, 151, (70,), generator=generator).to(device)
@@ -302,7 +303,7 @@ def output_layers(rank: int, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]
 
 
 def collectives_of(rank: int, ranks: int) -> dict[str, Any]:
-    """Return the exchanges with another result than the plain one, and the worst difference of a cut output layer."""
+    """Return the exchanges whose result differs from the plain one, and the largest difference of a split output layer."""
     mesh = Mesh(Layout(data=ranks)) if ranks > 1 else Alone("data")
     wrong = [f"{name} in {dtype}" for dtype in (torch.float32, torch.bfloat16) for name, y, z in exchanges(rank, ranks, dtype) if not torch.equal(y, z)]
     for device in dict.fromkeys(("cpu", cases.DEVICE)):
@@ -327,7 +328,7 @@ def result_of(check: Check, rank: int, ranks: int, folder: Path) -> dict[str, An
 
 
 def serve(device: str, shared: bool, only: str, first: int, folder: Path) -> None:
-    """Run the checks from the `first` on; write each one's result, of this rank, as a line of JSON. An error ends the process."""
+    """Run the checks from number `first` on; write each result of this rank as a line of JSON. An error ends the process."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.set_num_threads(1)
@@ -362,7 +363,7 @@ def serve(device: str, shared: bool, only: str, first: int, folder: Path) -> Non
 
 
 def _lines(folder: Path, ranks: int) -> list[dict[int, dict[str, Any]]]:
-    """Return the results by number, of each rank."""
+    """Return each rank's results by the number of the check."""
     out = []
     for rank in range(ranks):
         file = folder / f"rank-{rank}.jsonl"
@@ -372,7 +373,7 @@ def _lines(folder: Path, ranks: int) -> list[dict[int, dict[str, Any]]]:
 
 
 def _attempt(given: list[str], ranks: int, first: int, folder: Path, until: float, seen: Callable[[], int]) -> str:
-    """Start the ranks at a check and wait; return why they ended early, or nothing. `seen` is asked for the number of their lines."""
+    """Start the ranks at a check and wait; return why they ended early, or "". `seen` returns the number of result lines so far."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -384,7 +385,7 @@ def _attempt(given: list[str], ranks: int, first: int, folder: Path, until: floa
         while any(worker.poll() is None for worker in workers):
             time.sleep(0.1)
             if any(worker.poll() for worker in workers):
-                time.sleep(1.0)  # for the others' last lines
+                time.sleep(1.0)  # to get the other ranks' last lines
                 return "a rank ended: " + ", ".join(f"rank {r} with {w.poll()}" for r, w in enumerate(workers) if w.poll())
             if (lines := seen()) > count:
                 count, since = lines, time.monotonic()
@@ -401,7 +402,7 @@ def _attempt(given: list[str], ranks: int, first: int, folder: Path, until: floa
 
 
 def run(device: str, ranks: int, shared: bool, only: str, until: float) -> list[dict[str, Any]]:
-    """Run all checks of so many ranks; after a failure begin again behind it. Print and return a row for each."""
+    """Run all checks for `ranks` ranks; after a failure continue with the next check. Print and return a row for each."""
     todo, failures, rows = checks(ranks, shared, only), dict[int, str](), dict[int, dict[str, Any]]()
     given = ["--device", device, f"--only={only}", *(["--shared"] if shared else [])]
     with tempfile.TemporaryDirectory() as root:

@@ -1,11 +1,11 @@
-"""Counts of Puna's source: lines, files, and the signs of a house that is hard to live in.
+"""Counts of Puna's source: lines, files, and signs of code that is hard to maintain.
 
     PYTHONPATH=.pkg python tests/benchmarks/house.py --json
 
-`source_lines`: lines of Python in the five rooms. `single_importer_small_files`: files under 90 lines that one other file imports.
-`docstrings_by_question_word`: docstrings that begin with a question word. `functions_over_60`: functions of more than 60 lines.
-`private_names_of_others`: names with an underscore that are read from another library, or from its objects. `stages_keyed_by_location`: stages whose key
-changes when files move and are renamed.
+`source_lines`: lines of Python in flows, stages, models, kernels and storage. `single_importer_small_files`: files under 90 lines with one
+importer. `docstrings_by_question_word`: docstrings that begin with a question word. `functions_over_60`: functions of more than 60 lines.
+`private_names_of_others`: underscore names read from another library or its objects. `stages_keyed_by_location`: stages whose key changes
+when files are moved and renamed.
 """
 
 from __future__ import annotations

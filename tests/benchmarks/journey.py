@@ -1,9 +1,9 @@
-"""The README's journey for real: its five commands on a chat model and preference pairs, each timed, and what comes of them.
+"""The README's five commands run on a real chat model and preference pairs, each timed, and the quality of the result.
 
     python tests/benchmarks/journey.py --model SmolLM2-135M-Instruct.Q4_1.gguf --pairs pairs.jsonl --rows 150 --json
 
-The reward model's accuracy on held-out pairs stands beside two that need no model: the longer answer, the shorter answer. At the
-end transformers loads `out/` and answers with its chat template, the model as it came in answers too.
+The reward model's accuracy on held-out pairs is compared with two baselines without a model: the longer answer, and the shorter answer. At
+the end transformers loads `out/` and answers with its chat template; so does the original model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ QUESTION = "Name one thing that llamas are kept for, in one sentence."
 
 
 def controls(pairs: list[dict[str, Any]]) -> dict[str, float]:
-    """Share of pairs whose chosen answer is the longer or the shorter one, in characters; equals count half."""
+    """Return the shares of pairs whose chosen answer is the longer or the shorter one in characters; ties count one half."""
     sizes = [[len(json.loads(pair[side])["content"]) for side in ("chosen", "rejected")] for pair in pairs]
     longer = sum((chosen > rejected) + 0.5 * (chosen == rejected) for chosen, rejected in sizes) / len(sizes)
     return {"always_longer": longer, "always_shorter": 1 - longer}
 
 
 def answered(folder: Path) -> str:
-    """What transformers says with the model and the template in `folder`."""
+    """Return transformers' answer with the model and the template in `folder`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -48,7 +48,7 @@ def answered(folder: Path) -> str:
 
 
 def walked(folder: Path, model: Path, pairs: Path, rows: int, heldout: float | None) -> dict[str, Any]:
-    """The figures of one journey in an empty folder."""
+    """Return the figures of one run in an empty folder."""
     with pairs.open(encoding="utf-8") as lines:
         (folder / "pairs.jsonl").write_text("".join(itertools.islice(lines, rows)), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}

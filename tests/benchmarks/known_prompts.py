@@ -1,6 +1,6 @@
 """Training prompts like IFEval's: a short request with one or two instructions that a program can verify, of all 25 kinds.
 
-Requests, subjects and wordings are this file's own. A prompt that shares a run of eight words with a test prompt is left out.
+Requests, subjects and wordings are written for this file. A prompt that shares eight words in a row with a test prompt is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LANGUAGES = {"French": "fr", "German": "de", "Spanish": "es", "Italian": "it", "
 ENDINGS = ("That is all.", "And so it goes.", "Think about it.", "See you soon.", "What a day!")
 Made = tuple[str, dict[str, Any]]
 Maker = Callable[[Random, str], Made]
-"""Returns the words of an instruction and its arguments; it is given the request, which one kind repeats."""
+"""A function that returns the text of an instruction and its arguments, given the request, which one kind repeats."""
 
 
 def _one(random: Random, *texts: str) -> str:
@@ -214,7 +214,7 @@ ADDED = (
     "keywords:existence", "keywords:forbidden_words", "change_case:english_lowercase", "change_case:english_capital", "punctuation:no_comma",
     "detectable_format:title", "length_constraints:number_words", "keywords:letter_frequency",
 )  # fmt: skip
-"""Kinds that go with every other one but those of their own group: a second instruction is one of them."""
+"""Kinds that combine with every kind outside their own group: a second instruction is one of them."""
 ALONE = (
     "combination:repeat_prompt",
     "detectable_format:json_format",
@@ -232,7 +232,7 @@ def runs(text: str, length: int = 8) -> set[tuple[str, ...]]:
 def draw(count: int, seed: int, subjects: Iterable[str], tested: Iterable[str], partial: bool) -> list[dict[str, Any]]:
     """Return rows to import as prompts, the kinds in turn; none shares a run of eight words with a text of `tested`.
 
-    partial: the score is the share of instructions that are followed. ValueError where a kind has no such prompt left.
+    partial: the score is the share of followed instructions. Raise ValueError if a kind has no such prompt left.
     """
     random, subjects, rows = Random(seed), list(subjects), dict[str, dict[str, Any]]()
     seen = set[tuple[str, ...]]().union(*map(runs, tested))

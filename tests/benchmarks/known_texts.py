@@ -1,4 +1,4 @@
-"""Texts on which `alignment_known.py` measures forgetting: WikiText-2, last words of TinyStories, continuations of WikiText's articles."""
+"""Texts on which `alignment_known.py` measures forgetting: WikiText-2, last words of TinyStories, continuations of WikiText articles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Texts:
         (self.task,) = External.resolve(str(folder))
 
     def measured(self, model: Artifact) -> dict[str, float]:
-        """Return WikiText's perplexity and the shares of right words and continuations."""
+        """Return the perplexity on WikiText, and the shares of right words and right continuations."""
         pages = {"questions": CONTINUATIONS, "continuations": 0, "max_bytes": 20_000, "max_page_bytes": 20_000, "option_words": 12}
         read = self.bench.make(evaluate, {"pages": pages}, {"model": model, "documents": self.articles}).read().to_pylist()
         words = self.bench.make(benchmark, {}, {"model": model, "tasks": [self.task]}).read().to_pylist()
@@ -48,7 +48,7 @@ class Texts:
 
 
 def last_words(text: str, count: int) -> list[dict[str, Any]]:
-    """Return stories without the last word of a passage of 40 to 60 words, with the last words of three other passages."""
+    """Return passages of 40 to 60 words from stories without their last word, with the last words of three other passages as choices."""
     passages = []
     for story in text.split("<|endoftext|>"):
         words = story.split()
@@ -65,6 +65,6 @@ def last_words(text: str, count: int) -> list[dict[str, Any]]:
 
 
 def worse(model: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Return how much worse each text is read, relative to the model as it came; below 0: better."""
+    """Return how much worse the model reads each text, relative to the original model; below 0: better."""
     fallen = {name: 1 - model[name] / before[name] for name in ("continuations", "last_words")}
     return {"wikitext_perplexity": model["wikitext_perplexity"] / before["wikitext_perplexity"] - 1, **fallen}

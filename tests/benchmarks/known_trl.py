@@ -1,7 +1,7 @@
-"""TRL's GRPO on the prompts and with the checkers of a benchmark, until it has used a number of CPU seconds.
+"""TRL's GRPO on the prompts and with the checkers of a benchmark, until it has used a given number of CPU seconds.
 
-The settings are Puna's where TRL has them: rate, adapters, prompts and answers of a rollout, updates, temperature, clip, no KL.
-Gradient checkpointing and importance from vLLM are off, which cost a CPU more. Seconds are those of sampling and training alone.
+The settings equal Puna's if TRL has them: learning rate, adapters, prompts and answers per rollout, updates, temperature, clip, no KL.
+Gradient checkpointing and vLLM's importance weights, which cost a CPU time, are off. Only sampling and training count as seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from puna.stages.verifiers.registry import from_text
 def train_grpo(
     model: Path, rows: Sequence[dict[str, Any]], settings: Any, seconds: float, seed: int, folder: Path, bf16: bool = True
 ) -> dict[str, Any]:
-    """Train a policy in Hugging Face's layout and write it to `folder`; return what it used. rows: of the prompts table."""
+    """Train a policy in Hugging Face's layout and write it to `folder`; return its budget. rows: rows of the prompts table."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -50,7 +50,7 @@ def train_grpo(
         return [float(score or 0.0) - settings.unfinished_penalty * cut for score, cut in zip(scores, unfinished, strict=True)]
 
     class Limit(TrainerCallback):  # type: ignore[misc]
-        """Stops when the seconds are used."""
+        """A callback that stops the training once the seconds are used."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             used["updates"] = float(state.global_step)

@@ -1,9 +1,9 @@
-"""Write the table of languages anew: `python tests/benchmarks/language_table.py ISO6391.txt [--half]`.
+"""Regeneration of the table of languages: `python tests/benchmarks/language_table.py ISO6391.txt [--half]`.
 
-What a language's row says is counted from parallel text (NTREX-128's first half: 25 documents; the Universal Declaration of Human
-Rights: two), against English's own documents; where there is little of it, the value is drawn towards the mean of the language's
-family in its script, then of the script; where there is none, FineWeb-2's published value counts within a quarter of that mean.
-ISO6391.txt: lines of a two-letter code and a three-letter code. `--half`: count every other document, to test on the rest.
+A language's row is computed from parallel text (NTREX-128's first half: 25 documents; the Universal Declaration of Human Rights: two)
+relative to English's own documents. With little text, the value is shrunk towards the mean of the language's family in its script, then of
+the script. Without text, FineWeb-2's published value is used, limited to within a quarter of that mean. ISO6391.txt: lines of a two-letter
+code and a three-letter code. `--half`: use every other document, to test on the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUPS = (
 )  # fmt: skip
 GROUP_OF = {name: group.split()[0] for group in GROUPS for name in group.split()}
 Key = tuple[str, str]
-# What several languages' codes mean together, or the same in another edition of ISO 639.
+# Codes that stand for several languages together, or for the same language in another edition of ISO 639.
 ALSO = {
     "ar": "arb ara", "az": "azj", "et": "ekk", "lv": "lvs", "mg": "plt", "mn": "khk", "ms": "zlm zsm", "ne": "npi", "om": "gaz", "ps": "pbu",
     "sq": "als", "sw": "swh", "uz": "uzn", "zh": "cmn", "fa": "pes prs", "tl": "fil", "no": "nob nb", "ku": "kmr", "ff": "fuf fuc", "ak": "twi fat tw",
@@ -48,7 +48,7 @@ STOP_WORD_SHARE = 0.1
 
 
 def codes(file: str) -> dict[str, str]:
-    """Any code → the code that is used."""
+    """Return a map from any code to the code in use."""
     pairs = [line.split() for line in Path(file).read_text().splitlines() if line]
     found = {three: two for two, three in pairs} | {two: two for two, _ in pairs}
     found |= {other: code for code, others in ALSO.items() for other in others.split()}
@@ -67,14 +67,14 @@ def quantile(values: Any, q: float) -> float:
 
 
 def own_factors(values: Any, english: Any) -> dict[str, float]:
-    """Factors of one set of parallel documents; NaN: none, the rule abstains."""
+    """Return the factors of one set of parallel documents; NaN: no factor, the rule abstains."""
     out = {}
     for name, (low, high) in RATIOS.items():
         ratio = values[name] / english[name]
         out[name] = float("nan") if np.isnan(ratio).any() else float(np.clip(np.median(ratio), low, high))
     for name, threshold in LEAST.items():
         if name == "terminated_line_fraction":
-            # Twice the threshold: what good text falls short of now and then is no measure of it.
+            # Twice the threshold: a signal on which good text sometimes falls below the threshold is not useful.
             out[name] = 1.0 if quantile(values[name], 0.02) >= 2 * threshold else float("nan")
         elif name == "alphabetic_word_fraction":
             out[name] = min(1.0, max(0.5, 1 + (quantile(values[name], 0.05) - quantile(english[name], 0.05)) / threshold))
@@ -88,7 +88,7 @@ def own_factors(values: Any, english: Any) -> dict[str, float]:
 
 
 def passages(texts: list[str]) -> list[set[str]]:
-    """Words of every 50 words, folded."""
+    """Return the set of case-folded words of each passage of 50 words."""
     from puna.kernels.text.words import split
 
     out = []
@@ -99,7 +99,7 @@ def passages(texts: list[str]) -> list[set[str]]:
 
 
 def stop_words(sets: list[list[set[str]]], published: list[str]) -> list[str]:
-    """As few of the most frequent words as nearly every passage has two of; of several sets of text, those frequent in all."""
+    """Return the fewest most frequent words such that nearly every passage has two; for several sets of text, words frequent in all."""
     from puna.kernels.text.words import split
 
     sets = [one for one in sets if one]
@@ -120,7 +120,7 @@ def stop_words(sets: list[list[set[str]]], published: list[str]) -> list[str]:
 
 
 def share_factor(texts: list[str], words: list[str]) -> float:
-    """Half of the share of stop words that nearly all texts have, over the rule's threshold."""
+    """Return half of the share of stop words that nearly all texts reach, divided by the rule's threshold."""
     from puna.kernels.text.words import split
 
     listed, shares = set(words), []
@@ -131,8 +131,7 @@ def share_factor(texts: list[str], words: list[str]) -> float:
 
 
 def as_groups(lists: dict[Key, list[str]], texts: dict[Key, list[str]]) -> tuple[dict[Key, list[str]], dict[Key, float]]:
-    """The lists and shares of stop words that each language is asked for: languages that are easily taken for each other in a script
-    are asked for the words of all of them."""
+    """Return the lists and shares of stop words for each language; easily confused languages of a script share the words of all of them."""
     asked: dict[Key, list[str]] = {}
     shares: dict[Key, float] = {}
     for key, own in lists.items():
@@ -144,14 +143,14 @@ def as_groups(lists: dict[Key, list[str]], texts: dict[Key, list[str]]) -> tuple
 
 
 def usable(words: list[str]) -> list[str]:
-    """The published words that are one word of the splitter each, and of letters."""
+    """Return the published words that consist of letters and are one word for the splitter."""
     from puna.kernels.text.words import split
 
     return [w for w in dict.fromkeys(w.lower() for w in words) if w.isalpha() and len(w) <= LONGEST and split(w) == [w]]
 
 
 def mean_of(factors: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each factor; NaN where most have none."""
+    """Return the mean of each factor; NaN if most have none."""
     out = {}
     for name in factors[0]:
         values = np.array([one[name] for one in factors])
@@ -161,7 +160,7 @@ def mean_of(factors: list[dict[str, float]]) -> dict[str, float]:
 
 
 def drawn(own: dict[str, float], weight: int, towards: dict[str, float]) -> dict[str, float]:
-    """Own values and the mean of relatives, by the number of documents."""
+    """Return own values averaged with the mean of related languages, weighted by the number of documents."""
     return {n: v if np.isnan(v) or np.isnan(towards[n]) else (weight * v + SHRINK * towards[n]) / (weight + SHRINK) for n, v in own.items()}
 
 
@@ -208,7 +207,7 @@ def main() -> None:
         if not pieces:
             continue
         together = {name: np.array([one[name] for one in pieces]) for name in pieces[0]}
-        # The wider bound of the two kinds of text: both are good. Where one has no basis, there is none.
+        # The looser bound of the two kinds of text, because both are good. If one kind has no bound, there is none.
         wider = {n: (float(v.mean()) if n in RATIOS else float(v.min() if n in LEAST else v.max())) for n, v in together.items()}
         counted[key] = wider, weight
         listed = usable(published[key]["stopwords"]) if key in published else []
@@ -241,10 +240,10 @@ def main() -> None:
                     found[name] = min(found[name], 1.0) if name in LEAST else found[name]
             words = usable(row["stopwords"])[:20]
             said += f"; FineWeb-2 {row['fineweb2_documents'] or 0} documents, {100 * (row['fineweb2_bible_ratio'] or 0):.0f} % Bible"
-        # A list that the few words of one short text make says nothing.
+        # A list from the few words of one short text is not reliable.
         words = words if words and len(words) >= 4 else []
-        # A published list is of other text: how much of it good text has is not known. Nor is it from declarations alone, whose frequent
-        # words are law's: where there is news to compare, such a bound drops all of it in 35 of 112 languages (`evidence.py`).
+        # A published list comes from other text, so its share in good text is unknown. So it is from declarations alone, whose frequent
+        # words are legal: where there is news to compare, such a bound drops all news in 35 of 112 languages (`evidence.py`).
         news_counted = not evidence.get(key, "NTREX 0").startswith("NTREX 0")
         found["stop_word_fraction"] = shares[key] if words and news_counted else float("nan")
         out.append((key, found, words, said))

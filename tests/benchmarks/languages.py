@@ -1,11 +1,12 @@
-"""Languages: what curation keeps of parallel text in each, what it keeps of spoilt twins, and how well languages are told.
+"""Languages: the share of parallel text and of spoilt copies that curation keeps in each, and the accuracy of language identification.
 
-`PUNA_LANGUAGES_DATA=FOLDER python tests/benchmarks/languages.py --json`. The folder holds NTREX-128's first half (Federmann et al.
-2022, 122 languages) and the Universal Declaration of Human Rights as compressed JSON lines. `languages_near_english`: languages of NTREX of which at most a tenth less than of English is kept; `gini` over their shares;
-`spoilt_kept`: mean over the kinds of twins. `lid_sentences`, `lid_documents`: accuracy on 60 sentences, and on up to 20 documents of
-15 sentences, of each language; `lid_groups`: the same documents where confusable languages count as one; `lid_mb_s`: of the documents,
-CPU seconds. The table of languages is counted from the same documents (`language_table.py`): made with `--half`, it is judged on
-the others by `--rest`.
+`PUNA_LANGUAGES_DATA=FOLDER python tests/benchmarks/languages.py --json`. The folder holds NTREX-128's first half (Federmann et al. 2022,
+122 languages) and the Universal Declaration of Human Rights as compressed JSON lines. `languages_near_english`: number of NTREX languages
+of which at most a tenth less is kept than of English; `gini`: over the languages' shares; `spoilt_kept`: mean over the kinds of spoilt
+copies. `lid_sentences`, `lid_documents`: accuracy on 60 sentences, and on up to 20 documents of 15 sentences, of each language;
+`lid_groups`: on the same documents, with confusable languages counted as one; `lid_mb_s`: MB of these documents per CPU second. The table
+of languages is computed from the same documents (`language_table.py`): if it was made with `--half`, `--rest` evaluates it on the other
+documents.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / 
 UNSPACED = {"zho", "yue", "jpn", "lao", "khm", "mya", "bod", "dzo"}
 SENTENCES, LINE, DOCUMENT, SAMPLE, DOCUMENTS = 30, 3, 15, 60, 20
 FIRST_ARTICLES = 13
-# What NTREX and UDHR call a language, where it is not ISO 639's code of two letters or three.
+# Codes of NTREX and UDHR that are not ISO 639 codes of two or three letters.
 OTHER_CODES = {
     "aze": "az", "azj": "az", "est": "et", "ekk": "et", "lav": "lv", "lvs": "lv", "mlg": "mg", "plt": "mg", "mon": "mn", "khk": "mn",
     "msa": "ms", "zlm": "ms", "nep": "ne", "npi": "ne", "orm": "om", "gaz": "om", "pus": "ps", "pbu": "ps", "sqi": "sq", "als": "sq",
@@ -36,7 +37,7 @@ OTHER_CODES = {
 
 
 def folder() -> Path:
-    """The data."""
+    """Return the data folder."""
     given = os.environ.get("PUNA_LANGUAGES_DATA")
     if not given or not Path(given).is_dir():
         raise SystemExit("languages: set PUNA_LANGUAGES_DATA to the folder of the parallel texts")
@@ -44,7 +45,7 @@ def folder() -> Path:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The JSON lines of a compressed file."""
+    """Return the JSON lines of a compressed file."""
     import zstandard
 
     with zstandard.open(folder() / name, "rt", encoding="utf-8") as lines:
@@ -52,7 +53,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def ntrex() -> dict[str, list[list[str]]]:
-    """Language → documents → sentences, in the order of the file."""
+    """Return language → documents → sentences, in the order of the file."""
     found: dict[str, list[list[str]]] = defaultdict(list)
     for row in rows("ntrex_dev.jsonl.zst"):
         found[row["language"]].append(row["sentences"])
@@ -60,7 +61,8 @@ def ntrex() -> dict[str, list[list[str]]]:
 
 
 def ntrex_documents() -> list[tuple[str, str]]:
-    """(language, text) of parallel documents: joined until English has 30 sentences, 3 sentences a line, a blank line between."""
+    """Return (language, text) of parallel documents, joined until English has 30 sentences: 3 sentences per line, separated by blank
+    lines."""
     texts = ntrex()
     ends, size = [0], 0
     for number, sentences in enumerate(texts["eng"], 1):
@@ -78,10 +80,10 @@ def ntrex_documents() -> list[tuple[str, str]]:
 
 
 def udhr_documents() -> list[tuple[str, str, int, str]]:
-    """(ISO 639-3, BCP 47, half, text): each declaration as two documents."""
+    """Return (ISO 639-3, BCP 47, half, text): each declaration as two documents."""
     out = []
     for row in rows("udhr.jsonl.zst"):
-        # The preamble is the first of them.
+        # The preamble is the first document.
         for half, articles in enumerate((row["articles"][: FIRST_ARTICLES + 1], row["articles"][FIRST_ARTICLES + 1 :])):
             text = "\n".join(p for article in articles for p in article["p"])
             if text.strip() and len(row["articles"]) >= 30:
@@ -90,7 +92,7 @@ def udhr_documents() -> list[tuple[str, str, int, str]]:
 
 
 def code_of(name: str) -> str:
-    """ISO 639's code of a language that NTREX or UDHR names."""
+    """Return the ISO 639 code of a language code of NTREX or UDHR."""
     from puna.models.languages.registry import shipped_names
 
     name = name.split("-")[0]
@@ -98,7 +100,7 @@ def code_of(name: str) -> str:
 
 
 def identification() -> dict[str, float]:
-    """Accuracy and speed."""
+    """Return the accuracy and speed of language identification."""
     from puna.models.languages.registry import shipped_names
     from puna.models.languages.vote import vote
 
@@ -123,7 +125,7 @@ def identification() -> dict[str, float]:
 
 
 def figures(show: bool = False, rest: bool = False) -> dict[str, float]:
-    """All figures; with `rest` of the documents that `language_table.py --half` did not count."""
+    """Return all figures; with `rest`, on the documents that `language_table.py --half` did not use."""
     from tests.benchmarks.fairness import Labelled, fairness, twins
 
     changes = ["select.language={}"]

@@ -1,10 +1,10 @@
-"""Training speed of the model beside transformers' on the same weights, and its kernels beside torch's.
+"""Training speed compared with transformers on the same weights, and kernels compared with torch's.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/model.py --json
 
-One thread, fp32, process CPU time; ours and theirs take turns, the best of `--rounds` counts. A training
-step is zero_grad, forward, loss, backward, clipping to norm 1 and fused AdamW, over 8 sequences of 256
-tokens: 6 layers, width 256, 8 query and 4 key-value heads, feed-forward 704, vocabulary 8192.
+One thread, fp32, process CPU time; Puna and transformers alternate, and the best of `--rounds` counts. A training step is zero_grad,
+forward, loss, backward, clipping to norm 1 and fused AdamW, on 8 sequences of 256 tokens: 6 layers, width 256, 8 query and 4 key-value
+heads, feed-forward 704, vocabulary 8192.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ BATCH, LENGTH = 8, 256
 
 
 def documents(step: int) -> torch.Tensor:
-    """The batch of a step, [BATCH, LENGTH] token ids."""
+    """Return the batch of a step, token ids [BATCH, LENGTH]."""
     return torch.randint(0, SHAPE.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
 def ours() -> Callable[[int], None]:
-    """One step of the training loop; batches are made as in training, masks included."""
+    """Return a function that runs one step of the training loop; batches, including masks, are made as in training."""
     model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(model, LanguageModeling(), TrainConfig(steps=10_000, schedule={"learning_rate": 1e-4}))
 
@@ -53,7 +53,7 @@ def ours() -> Callable[[int], None]:
 
 
 def theirs() -> Callable[[int], None]:
-    """The same step with transformers' LlamaForCausalLM (SDPA attention), written as its users would."""
+    """Return a function that runs the same step with transformers' LlamaForCausalLM (SDPA attention), written as its users would."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     raw = SHAPE.to_dict()
@@ -75,14 +75,14 @@ def theirs() -> Callable[[int], None]:
 
 
 def training(rounds: int) -> dict[str, float]:
-    """Tokens per core-second of both, and the share of this core's matrix products that ours reaches."""
+    """Return the tokens per core-second of both, and Puna's share of this core's rate of matrix products."""
     steps = {"ours": ours(), "theirs": theirs()}
     best = dict.fromkeys(steps, float("inf"))
     for number in range(1, rounds + 2):
         for name, step in steps.items():
             started = time.process_time()
             step(number)
-            if number > 1:  # the first step makes buffers and optimiser state
+            if number > 1:  # the first step allocates buffers and optimiser state
                 best[name] = min(best[name], time.process_time() - started)
     tokens = BATCH * LENGTH
     flops = accounting.training_flops(SHAPE, [LENGTH] * BATCH)

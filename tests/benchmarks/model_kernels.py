@@ -1,13 +1,13 @@
-"""The kernels' figures on CPU, beside torch's own operators in the same run.
+"""CPU kernels compared with torch's own operators in the same run.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.pkg python tests/benchmarks/model_kernels.py
 
-One thread, fp32, process CPU time, best of several; ours and theirs take turns.
+One thread, fp32, process CPU time, best of several; Puna and torch alternate.
 
-    packed_vs_dense      torch's SDPA under a dense mask over our attention, forward and backward: 8 documents in
-                         2048 tokens, 8 query and 4 key-value heads of 32; making the mask's tiles is in our time
-    linear_ce_vs_torch   torch.nn.functional.linear_cross_entropy (before 2.13: cross_entropy of the product) over
-                         our linear + cross-entropy, forward and backward: 2048 rows, width 256, vocabulary 8192
+    packed_vs_dense      time of torch's SDPA under a dense mask over Puna's attention, forward and backward: 8 documents
+                         in 2048 tokens, 8 query and 4 key-value heads of 32; Puna's time includes making the mask's tiles
+    linear_ce_vs_torch   time of torch.nn.functional.linear_cross_entropy (before 2.13: cross_entropy of the product) over
+                         Puna's linear + cross-entropy, forward and backward: 2048 rows, width 256, vocabulary 8192
     rmsnorm_gb_s         add + RMSNorm, forward: bytes read and written (4 arrays) over time, 2048 rows of 1024
     swiglu_gb_s          SwiGLU, forward: 3 arrays, same shape
 """
@@ -28,7 +28,7 @@ from puna.kernels.swiglu import swiglu
 
 
 def seconds(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
-    """Best process CPU time of each; they take turns."""
+    """Return the minimum process CPU seconds of each function; the functions alternate."""
     best = [float("inf")] * len(functions)
     for turn in range(rounds + 1):
         for index, function in enumerate(functions):
@@ -94,7 +94,7 @@ def bandwidths() -> dict[str, float]:
 
 
 def figures() -> dict[str, float]:
-    """Everything, by name; ratios are how many times faster than torch we are."""
+    """Return all figures by name; a ratio is how many times faster Puna is than torch."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return packed_attention() | linear_ce() | bandwidths()

@@ -1,13 +1,14 @@
-"""A model larger than the memory: Puna's planned offload beside a memory map and beside transformers with accelerate, on the same files.
+"""A model larger than memory: Puna's planned offloading compared with a memory map, and with transformers and accelerate, on the same
+files.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/offload.py --folder /path/with/room --layers 36 --memory 4 --json
 
-A Llama of width 4096 (708 MB a layer in fp32) with random weights is written to the folder once. Each way runs in a process of its own:
-`puna` with `--memory` GB, `mapped` is Puna without a planner, whose weights are the files' memory map and come by the system's page cache,
-`accelerate` is transformers with `device_map="auto"`, `--memory` GB for weights and the rest on disk. All answer `--prompts` prompts of
-`--prompt` tokens with `--answer` tokens each, the likeliest, at once. `seconds` is the whole, `pass_seconds` a step of decoding; `hidden` is
-the share of reading that other work was done in, `expected` what the planner promised. For the last two the page cache is as large as the
-machine's free memory: what is smaller than that they read from disk once. `--drop` drops the files from it before each of them.
+A Llama of width 4096 (708 MB per layer in fp32) with random weights is written to the folder once. Each method runs in a separate process:
+`puna` with `--memory` GB; `mapped`, Puna without a planner, whose weights are memory-mapped files read through the system's page cache;
+`accelerate`, transformers with `device_map="auto"`, `--memory` GB for weights, and the rest on disk. Each answers `--prompts` prompts of
+`--prompt` tokens with `--answer` greedy tokens, all at once. `seconds` is the total, `pass_seconds` one decoding step; `hidden` is the
+share of reading that overlaps with other work, `expected` the planner's prediction. For the last two methods the page cache is as large as
+the machine's free memory, so smaller files are read from disk only once. `--drop` drops the files from the cache before each of them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WAYS = ("puna", "mapped", "accelerate")
 
 
 def write(folder: Path, layers: int, width: int, groups: int, dtype: torch.dtype) -> None:
-    """A checkpoint with a file for each layer; random weights, small enough for finite numbers."""
+    """Write a checkpoint with one file per layer; its random weights are small enough for finite results."""
     from safetensors.torch import save_file
 
     inner, keys, vocabulary = width * 43 // 16, 128 * groups, 32000
@@ -71,7 +72,7 @@ def peak() -> float:
 
 
 def warm_up() -> None:
-    """Load the compiled loops, which a server does once."""
+    """Load the compiled loops, as a server does once."""
     from puna.models.config import ModelConfig
     from puna.models.generation import Engine, SamplingParams
     from puna.models.transformer import Transformer

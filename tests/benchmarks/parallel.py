@@ -1,13 +1,13 @@
-"""Training in several processes against one: how equal, how fast, and what a killed rank costs.
+"""Training in several processes compared with one: equality, speed, and the cost of a killed rank.
 
     python tests/benchmarks/parallel.py --json [--kills 20]
 
 Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, and layouts x models, whose gradients and log
-are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over
-16 ranks; `load_state_peak_ratio` is what a rank reads from the disk to go on in the same layout over what it keeps, `load_weights_ratio`
-and `load_weights_memory_ratio` the same of a model's weights, and the memory that a rank takes for them; `two_process_speedup` compares
-tokens a second of a model of 3.2 million parameters on two cores, which should be idle. `plan_error_published` is the median error of
-`puna plan` over published runs, see published_plans.py.
+are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over 16
+ranks; `load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the bytes that it keeps;
+`load_weights_ratio` is the same for a model's weights, and `load_weights_memory_ratio` the memory that a rank takes for them over the bytes
+that it keeps; `two_process_speedup` compares tokens per second of a model of 3.2 million parameters on two cores, which should be idle.
+`plan_error_published` is the median error of `puna plan` over published runs, see published_plans.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def equality(pool: Pool) -> dict[str, float]:
 
 
 def reshard(pool: Pool) -> float:
-    """Return the share of pairs of layouts of which the second reads the first one's state bit for bit."""
+    """Return the share of pairs of layouts in which the second layout reads the first one's state bit for bit."""
     same = []
     with tempfile.TemporaryDirectory() as root:
         for number, writer in enumerate(STATES):
@@ -73,7 +73,8 @@ def reshard(pool: Pool) -> float:
 
 
 def read_ratio(pool: Pool) -> float:
-    """Return the bytes that a rank reads from the disk for its state over those of its pieces, the worst of the layouts that cut weights."""
+    """Return the bytes that a rank reads from disk for its state, over the bytes of its pieces, for the worst layout that splits
+    weights."""
     ratios = []
     with tempfile.TemporaryDirectory() as root:
         for number, layout in enumerate(({"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2})):
@@ -85,12 +86,12 @@ LARGE = {
     "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "num_attention_heads": 16,
     "num_key_value_heads": 4,
 }  # fmt: skip
-"""A model of 670 MB: beside it the pages that a disk reads ahead are few."""
+"""A model of 670 MB, large enough that the disk's read-ahead hardly counts."""
 
 
 def weights_ratios() -> dict[str, float]:
-    """Return the bytes that a rank reads from the disk for its pieces of a model's weights, and the memory that it takes, over the bytes of
-    these pieces: the worst rank of the layouts that cut weights. Each layout has a pool of its own, whose memory no other has used."""
+    """Return the bytes that a rank reads from disk for its pieces of a model's weights, and the memory that it takes, over the bytes of
+    these pieces, for the worst rank of the layouts that split weights. Each layout has a new pool, so that no earlier memory is reused."""
     worst = {"read": 0.0, "taken": 0.0}
     for layout in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}):
         pool = Pool(4)
@@ -104,7 +105,7 @@ def weights_ratios() -> dict[str, float]:
 
 
 def kills(pool: Pool, count: int) -> float:
-    """Return the share of trainings that end with the weights of one that nobody killed."""
+    """Return the share of killed trainings that end with the weights of an undisturbed one."""
     same = []
     with tempfile.TemporaryDirectory() as root:
         whole = pool.run("trained", 2, layout={"data": 2}, folder=f"{root}/whole", steps=4)[0]
@@ -118,8 +119,8 @@ def kills(pool: Pool, count: int) -> float:
 
 
 def rollouts(pool: Pool) -> float:
-    """Return the share of ranks and rollouts whose answers have log-probs with the bits of one process and its trainer: of layouts whose
-    ranks share a rollout, and of ranks that train on the answers of others."""
+    """Return the share of ranks and rollouts whose answers' log-probs equal those of one process and its trainer bit by bit, for layouts
+    whose ranks share a rollout, and for ranks that train on other ranks' answers."""
     one = pool.run("sampled", 1, layout={})[0]
     same = [one["equal"] == 1.0]
     one.pop("reference")
@@ -136,8 +137,8 @@ GROUPS = {"tensor": ("plain", "tied", "biases", "window", "parallel_block"), "pi
 
 
 def same_answers(pool: Pool) -> dict[str, float]:
-    """Return the number of layouts x models, by loops and by operators, whose groups give the tokens of one process, of how many; and the
-    largest difference of a token's log-prob in nats."""
+    """Return the number of layouts x models, with loops and with operators, whose groups generate the tokens of one process; the number
+    tried; and the largest difference of a token's log-prob in nats."""
     same, differences = [], [0.0]
     for axis, variants in GROUPS.items():
         for variant, by_loops in ((variant, by_loops) for variant in variants for by_loops in (True, False)):
@@ -153,8 +154,8 @@ def same_answers(pool: Pool) -> dict[str, float]:
 
 
 def answering(pool: Pool) -> dict[str, float]:
-    """Return tokens a second, milliseconds of a token of one answer, and CPU milliseconds of a token in all processes together, of a model of
-    32 million parameters on one and two processes: `answers_LAYOUT_ROWS`, `answer_ms_LAYOUT_ROWS` and `answer_cpu_ms_LAYOUT_ROWS`."""
+    """Return tokens per second, milliseconds per token of one answer, and CPU milliseconds per token over all processes, for a model of 32
+    million parameters on one and two processes: `answers_LAYOUT_ROWS`, `answer_ms_LAYOUT_ROWS` and `answer_cpu_ms_LAYOUT_ROWS`."""
     figures = {}
     for rows in (1, 8, 64):
         for name, layout in (("one", {}), ("data", {"data": 2}), ("tensor", {"tensor": 2}), ("pipeline", {"pipeline": 2})):
@@ -165,7 +166,7 @@ def answering(pool: Pool) -> dict[str, float]:
 
 
 def imbalance(rows: int = 32_768, tokens: int = 1024, ranks: int = 16) -> float:
-    """Return the largest load over the mean of rows that are dealt by cost."""
+    """Return the largest load over the mean, for rows dealt by cost."""
     generator = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) < rows:

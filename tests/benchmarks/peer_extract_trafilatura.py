@@ -11,7 +11,7 @@ import trafilatura
 
 
 def main() -> None:
-    """Read {"files": [...]} from the file given; print the text of each page, empty where there is none."""
+    """Read {"files": [...]} from the given file; print the text of each page, "" if there is none."""
     files = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["files"]
     bodies = [Path(file).read_bytes() for file in files]
     trafilatura.extract(bodies[0])

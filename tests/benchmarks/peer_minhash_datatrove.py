@@ -20,7 +20,7 @@ from datatrove.utils.logging import logger
 
 
 def main() -> None:
-    """Read {"texts": [...]} from the file given; print what was found."""
+    """Read {"texts": [...]} from the given file; print the seconds and the kept texts."""
     logger.remove()
     texts = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["texts"]
     config = MinhashConfig()

@@ -1,7 +1,7 @@
 """rensa's batch pipeline over texts in memory, in its own environment: seconds as JSON.
 
-Full-set R-MinHash of runs of five words and its one-shot LSH, with as many bands and rows as Puna. Shingles are made in the
-fastest way Python has; of the two forms of input the faster one counts.
+R-MinHash on the full set of 5-word shingles, and rensa's one-shot LSH, with as many bands and rows as Puna. Shingles are made by the
+fastest Python code; the faster of rensa's two input forms counts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ WORDS, BANDS, ROWS, THRESHOLD = 5, 18, 6, 0.8
 
 
 def shingles(text: str) -> list[str]:
-    """Runs of words of a text in lower case; a shorter text is one run."""
+    """Return the shingles of a text in lower case; a text shorter than a shingle is one shingle."""
     words = text.lower().split()
     return [" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))]
 
 
 def main() -> None:
-    """Read {"texts": [...]} from the file given; print the seconds of the faster form and the duplicates found."""
+    """Read {"texts": [...]} from the given file; print the seconds of the faster form and the number of duplicates."""
     texts = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["texts"]
     best, flags = float("inf"), []
     for form in ("strings", "bytes") * 2:

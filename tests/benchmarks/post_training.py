@@ -1,14 +1,14 @@
-"""One step of finetuning, preference optimization and reward modelling beside TRL's trainers: CPU time, loss and gradient.
+"""One step of finetuning, preference optimization and reward modelling compared with TRL's trainers: CPU time, loss and gradient.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.pkg python tests/benchmarks/post_training.py --json [--rounds 3]
 
-A random Llama (256 wide, 6 layers, 8,192 tokens), fp32, one thread, the same token ids and the same weights for all; a step is the
-batch made of ids, the loss and its gradient, without the optimizer. TRL runs transformers' LlamaForCausalLM with SDPA attention,
-without the gradient checkpointing and bf16 of its defaults, which cost a CPU more; both have the reference's log-probs of DPO ready.
-`lean` is what a careful user writes on transformers alone: one padded batch, the output layer at the answers' positions only.
-Seconds are of the process, the least of all rounds, in which the engines take turns; `vs` is their ratio. Before them every engine does
-the step once in fp64 (fp32 rounds a sum of a thousand nats in its fifth digit): differences are of that loss, relative, and of the
-gradient's elements, as a share of its largest one.
+A random Llama (256 wide, 6 layers, 8,192 tokens), fp32, one thread, the same token ids and weights for all; a step consists of making the
+batch from ids, the loss and its gradient, without the optimizer. TRL runs transformers' LlamaForCausalLM with SDPA attention, without its
+default gradient checkpointing and bf16, which cost a CPU time; for DPO both have the reference's log-probs precomputed. `lean` is what a
+careful user writes with transformers alone: one padded batch, with the output layer only at the answers' positions. Seconds are process CPU
+seconds, the minimum of all rounds, in which the engines alternate; `vs` is their ratio. Before that, every engine runs the step once in
+fp64 (fp32 rounds a sum of a thousand nats in its fifth digit): differences are relative to that loss, and gradient differences are a share
+of the gradient's largest element.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SHAPE = ModelConfig(
 )  # fmt: skip
 BETA = 0.1
 Rows = list[tuple[list[int], list[list[int]]]]
-"""Prompts with their answers, the best first."""
+"""Prompts with their answers, best first."""
 Step = Callable[[], tuple[Tensor, nn.Module]]
-"""A loss on a batch that it makes, and the model that it is of."""
+"""A function that makes a batch and returns its loss and the model."""
 
 
 def rows(count: int, prompt: int, answers: tuple[int, ...], spread: float, seed: int = 0) -> Rows:
-    """Random ids; lengths vary by a factor of up to 1 + `spread` to either side of those given."""
+    """Return rows of random ids; lengths vary by a factor of up to 1 + `spread` in either direction."""
     draw = np.random.default_rng(seed)
 
     def ids(length: int) -> list[int]:
@@ -58,12 +58,12 @@ def rows(count: int, prompt: int, answers: tuple[int, ...], spread: float, seed:
 
 
 def targets(some: Rows) -> o.Targets:
-    """The rows as a forest: each prompt once."""
+    """Return the targets of a forest with each prompt once."""
     return o.Targets.from_answers([prompt for prompt, _ in some], [answers for _, answers in some])
 
 
 def saved(folder: Path, head: Head, seed: int) -> Path:
-    """A model of random weights, large enough that gradients are of ordinary size, and a tokenizer with its special tokens."""
+    """Save a model with random weights, large enough for gradients of ordinary size, and a tokenizer with its special tokens."""
     made = Transformer(SHAPE, head, torch.Generator().manual_seed(seed))
     place = folder / f"{head}-{seed}"
     save(made, place, Tokenizer.train(["one two three"] * 3, 290))
@@ -71,7 +71,7 @@ def saved(folder: Path, head: Head, seed: int) -> Path:
 
 
 def trl_trainer(kind: str, folder: Path, data: list[dict[str, Any]], reference: Path | None = None) -> Any:
-    """TRL's trainer of rows that hold token ids already."""
+    """Return TRL's trainer for rows that are already token ids."""
     import datasets
     import transformers
     import trl
@@ -79,7 +79,7 @@ def trl_trainer(kind: str, folder: Path, data: list[dict[str, Any]], reference: 
     base = getattr(trl, f"{kind}Trainer")
 
     class Prepared(base):  # type: ignore[misc, valid-type]
-        """TRL's own, which leaves rows of ids as they are."""
+        """TRL's trainer, except that it leaves rows of ids unchanged."""
 
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset
@@ -98,7 +98,8 @@ def trl_trainer(kind: str, folder: Path, data: list[dict[str, Any]], reference: 
 
 
 def theirs(trainer: Any, known: Sequence[dict[str, float]] = ()) -> Step:
-    """The loss of all rows in one batch, as TRL's collator makes it; `known`: the reference's log-probs of each."""
+    """Return a step that computes the loss of all rows in one batch, as TRL's collator makes it; `known`: each row's reference
+    log-probs."""
     data = [dict(row) for row in trainer.train_dataset]
     for row, numbers in zip(data, known, strict=bool(known)):
         row.update(numbers)
@@ -111,7 +112,7 @@ def theirs(trainer: Any, known: Sequence[dict[str, float]] = ()) -> Step:
 
 
 def sft(folder: Path, some: Rows) -> dict[str, Step]:
-    """Finetuning on answers."""
+    """Return each engine's step of finetuning on answers."""
     place = saved(folder, "lm", 0)
     data = [{"input_ids": p + a, "labels": [-100] * len(p) + a} for p, (a,) in some]
     model = load(place)
@@ -119,7 +120,7 @@ def sft(folder: Path, some: Rows) -> dict[str, Step]:
 
 
 def reward(folder: Path, some: Rows) -> dict[str, Step]:
-    """A reward model of ranked answers; TRL takes each pair of a ranking as a row of its own."""
+    """Return each engine's step of a reward model on ranked answers; TRL gets each pair of a ranking as a separate row."""
     place = saved(folder, "scalar", 0)
     pairs = [(i, j) for i in range(len(some[0][1])) for j in range(i + 1, len(some[0][1]))]
     data = [{"chosen_ids": p + answers[i], "rejected_ids": p + answers[j]} for p, answers in some for i, j in pairs]
@@ -131,7 +132,7 @@ def reward(folder: Path, some: Rows) -> dict[str, Step]:
 
 
 def dpo(folder: Path, some: Rows) -> dict[str, Step]:
-    """DPO on pairs, without a likelihood term."""
+    """Return each engine's step of DPO on pairs, without a likelihood term."""
     place, other = saved(folder, "lm", 0), saved(folder, "lm", 1)
     data = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, (c, r) in some]
     model, even = load(place), torch.arange(0, 2 * len(some), 2)
@@ -148,7 +149,7 @@ def dpo(folder: Path, some: Rows) -> dict[str, Step]:
 
 
 def lean_dpo(place: Path, some: Rows, known: Tensor) -> Step:
-    """One padded batch on transformers; the output layer at the answers' positions only."""
+    """Return a step with one padded batch on transformers, with the output layer only at the answers' positions."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(place)
@@ -180,7 +181,7 @@ CASES: dict[str, tuple[Callable[[Path, Rows], dict[str, Step]], Rows]] = {
 
 
 def measured(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
-    """Seconds of each engine, and how far the others' loss and gradient are from the first one's."""
+    """Return the seconds of each engine, and the differences of the others' loss and gradient from the first engine's."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     found: dict[str, tuple[float, dict[str, Tensor]]] = {}
     for name, step in steps.items():
@@ -215,7 +216,7 @@ def measured(steps: dict[str, Step], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))

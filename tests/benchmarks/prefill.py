@@ -1,11 +1,11 @@
-"""The longest gap between tokens of running streams when a long prompt arrives, by the chunks of prompts between answers.
+"""The longest gap between tokens of running streams when a long prompt arrives, depending on the size of prompt chunks per step.
 
     python tests/benchmarks/prefill.py --json
 
-A model of SmolLM2-135M's shape with random weights, fp32, on two threads. Four streams run when a
-prompt of `--prompt` tokens comes. The ways take turns, and of `--rounds` the one with the shortest longest gap counts. `gap` is that in
-ms, `median` the median gap of the same round, `first` the seconds until the long prompt's first token, `rate` what the streams draw
-meanwhile, tokens a second. `alone` is the median gap before.
+A model of SmolLM2-135M's shape with random weights, fp32, on two threads. Four streams are running when a prompt of `--prompt` tokens
+arrives. The chunk sizes alternate, and of `--rounds` rounds the one with the shortest longest gap counts. `gap` is that gap in ms, `median`
+the median gap of the same round, `first` the seconds until the long prompt's first token, `rate` the tokens per second that the streams
+draw meanwhile. `alone` is the median gap before the prompt arrives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def prompt(length: int, generator: torch.Generator) -> list[int]:
 
 
 def round_of(engine: Engine, length: int, generator: torch.Generator) -> dict[str, float]:
-    """A long prompt beside four streams."""
+    """Run a long prompt beside four streams; return the figures."""
     streams = [engine.submit(prompt(32, generator), STREAMS) for _ in range(4)]
     for _ in range(10):
         engine.step()

@@ -1,10 +1,11 @@
-"""Pretraining: forecasts, laws, mixtures, and what else its parts claim.
+"""Pretraining: forecasts, scaling laws, mixtures, and the claims of its other parts.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/pretraining.py --part forecast --seeds 2 --json
     python tests/benchmarks/pretraining.py --part laws --part regmix --json
 
-A part is a file beside this one, `pretraining_PART.py`, with a function `figures(arguments)`; it returns the part's figures by name, and
-under `skipped` why it has none. The parts forecast, laws and regmix share pretraining_forecast.py. Times are CPU seconds of one process.
+A part is a file beside this one, `pretraining_PART.py`, with a function `figures(arguments)`; it returns the part's figures by name, or the
+reason for skipping the part under `skipped`. The parts forecast, laws and regmix share pretraining_forecast.py. Times are CPU seconds of
+one process.
 """
 
 from __future__ import annotations

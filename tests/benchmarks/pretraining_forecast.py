@@ -1,4 +1,4 @@
-"""Forecasts of a loss from a ladder of small runs, each beside the run itself."""
+"""Forecasts of a loss from a ladder of small runs, each compared with the actual run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from puna.storage import Artifact, Store
 
 DATA = Path(os.environ.get("PUNA_DATA", Path(__file__).parents[3] / "shared" / "data"))
 PAGE = 4000
-"""Characters of a document cut from a book."""
+"""Characters per document cut from a book."""
 MODEL = ModelShape(
     hidden_size=64, intermediate_size=172, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1,
     zero_residual=True,
@@ -42,11 +42,12 @@ LADDER: dict[str, Any] = {
     "model": MODEL, "optimizer": OPTIMIZER, "widths": (20, 24, 28, 32, 36, 40), "multiples": (0.25, 0.5, 1.0), "max_flops": 2.1e11,
     "rows": (4,), "rates": (0.007,),
 }  # fmt: skip
-"""The rate is near the best at both ends, by runs of seed 1 of widths 24 and 48: a rate of .03, best for 400 steps, costs .2 nats at 5,000.
-Width 16 is left out: on seeds 12 and 13 its longest runs lie above the surface through all. Width 20 stays, as tokens earn visibly less
-where parameters are scarce: without it each law forecasts these two seeds .04 to .08 nats too high."""
+"""The learning rate is near the optimum at both ends, by runs of seed 1 with widths 24 and 48: a rate of .03, the best for 400 steps, costs
+.2 nats at 5,000. Width 16 is left out: on seeds 12 and 13 its longest runs lie above the surface fitted to all. Width 20 stays, because
+tokens reduce the loss visibly less if parameters are scarce: without it each law forecasts these two seeds .04 to .08 nats too high."""
 FURTHER = 4.1
-"""Operations of the run that is forecast over those of the ladder's largest: its own rows differ a little from full ones."""
+"""FLOPs of the forecast run over those of the ladder's largest run; the rows that the run actually trains on differ slightly from full
+ones."""
 
 
 def texts() -> list[str]:
@@ -60,7 +61,8 @@ def texts() -> list[str]:
 
 
 def corpus(store: Store) -> dict[str, Artifact]:
-    """Return the tokens of all pages, and their tokenizer: short rows, in which little can be copied, as small models learn that in a jump."""
+    """Return the tokens of all pages, and their tokenizer. Rows are short, so that little can be copied from earlier text: small models
+    learn copying in a sudden step."""
     pages = texts()
     n = len(pages)
     documents = store.import_table("documents", pa.table({
@@ -73,7 +75,7 @@ def corpus(store: Store) -> dict[str, Artifact]:
 
 
 def forecast(seed: int, store: Store, given: dict[str, Artifact]) -> dict[str, Any]:
-    """Return the forecast of one seed's ladder for four times its largest run, and the loss of that run."""
+    """Return the forecast from one seed's ladder for four times the FLOPs of its largest run, and the loss of that run."""
     made = execute(ladder, LadderConfig(**LADDER, seed=seed), given, store)
     points = made.read("points").to_pylist()
     surface = execute(law, LawConfig(seed=seed), {"ladders": [made]}, store)
@@ -94,8 +96,8 @@ def forecast(seed: int, store: Store, given: dict[str, Artifact]) -> dict[str, A
 
 
 def controls(points: list[dict[str, Any]], flops: float, parameters: float, tokens: float) -> dict[str, float]:
-    """Return other forecasts: the lowest loss of the ladder, a power law of the operations through the points that no cheaper one is below,
-    and the law in which a token earns as much in any model."""
+    """Return other forecasts: the lowest loss of the ladder; a power law in FLOPs through the points below which there is no cheaper point;
+    and the law in which tokens are equally useful to models of all sizes."""
     own, read, losses = (np.array([point[name] for point in points]) for name in ("parameters", "tokens", "loss"))
     by_cost = sorted(points, key=lambda point: point["flops"])
     best = [point for i, point in enumerate(by_cost) if all(point["loss"] < other["loss"] for other in by_cost[:i])]
@@ -105,7 +107,8 @@ def controls(points: list[dict[str, Any]], flops: float, parameters: float, toke
 
 
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the seeds whose run lies inside its forecast, the mean half-width over the loss, and the most CPU minutes of a forecast."""
+    """Return the share of seeds whose run lies in its forecast interval, the mean half-width over the loss, and the maximum CPU minutes of
+    a forecast."""
     if not (DATA / "text_books").exists() or not (DATA / "text_misc").exists():
         return {"skipped": f"{DATA} lacks text_books or text_misc"}
     runs = list[dict[str, Any]]()
@@ -127,20 +130,22 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 DRAWS, NOISE, SEEDS = 200, 0.003, 0.0025
-"""Planted laws, the noise of their points, and that of a seed, which a trunk's points share: standard deviations of the logarithm."""
+"""Number of planted laws, and standard deviations of the loss's logarithm: noise of a point, and noise of a seed, which the points of one
+trunk share."""
 
 
 def planted(draw: int, noise: float, repeats: int) -> tuple[bool, bool]:
-    """True if a planted law's next run, at four times the largest budget, lies in the bootstrap's interval; in the union.
+    """Return two flags: the planted law's next run, at four times the largest budget, lies in the bootstrap's interval; and in the union.
 
-    noise: that of a seed; repeats: further seeds of the two smallest shapes, to their second point."""
+    noise: that of a seed. repeats: number of further seeds for the two smallest shapes, up to their second point.
+    """
     sizes, multiples = np.array([22e3, 38e3, 58e3, 79e3]), np.array([0.5, 1.0, 2.0, 4.0])
     n, d, seeds = np.repeat(sizes, 4), np.outer(sizes, 20 * multiples).ravel(), np.repeat(np.arange(4), 4)
     for seed, size in enumerate(np.repeat(sizes[:2], repeats), 4):
         n, d, seeds = np.append(n, [size] * 2), np.append(d, 20 * size * multiples[:2]), np.append(seeds, [seed] * 2)
     generator = np.random.default_rng(draw)
     exponents = generator.uniform(0.2, 0.45, 2)
-    # At the middle of the points the floor is two fifths of the loss, the rest about half of parameters.
+    # At the middle of the points, the irreducible loss is two fifths of the loss, and about half of the rest is due to parameters.
     share = generator.uniform(0.2, 0.4)
     scales = 4 * share * 45e3 ** exponents[0], 4 * (0.6 - share) * 1e6 ** exponents[1]
     truth = Surfaces(*(np.array([value]) for value in (1.6, scales[0], exponents[0], scales[1], exponents[1], 1.0)))
@@ -155,7 +160,8 @@ def planted(draw: int, noise: float, repeats: int) -> tuple[bool, bool]:
 
 
 def laws(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the share of planted laws whose next run lies in the interval; `--draw`: the first seed. `--whole`: where seeds have noise, too."""
+    """Return the share of planted laws whose next run lies in the interval. `--draw`: the first seed. `--whole`: also with noise of
+    seeds."""
     draws = range(arguments.draw, arguments.draw + DRAWS)
     held, united = np.mean([planted(draw, 0.0, 0) for draw in draws], 0)
     found = {
@@ -169,7 +175,7 @@ def laws(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def regmix(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the rank correlation of the surrogates on planted losses of mixtures; the published table is not among the data."""
+    """Return the rank correlation of the surrogates on planted losses of mixtures; the published table is not in the data."""
     found = {}
     for name in ("exponential", "curved"):
         ranks = []

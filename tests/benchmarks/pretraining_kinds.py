@@ -1,8 +1,9 @@
-"""Kinds of text in 121 languages: parallel news, each document in every language, so that its English version tells its kind; and the
-Universal Declaration of Human Rights in further ones.
+"""Kinds of text in 121 languages: parallel news, each document in every language, so that its English version gives its kind; and the
+Universal Declaration of Human Rights in further languages.
 
-`kinds_right_…`: documents of other languages that are multilingual, and English ones that are not. The control is the knowledge type
-(`domain`): how often a translation has the type of its English original, beside the share of the most common type.
+`kinds_right_…`: shares of documents in other languages classified as multilingual, and of English ones not so classified. The control is
+the knowledge type (`domain`): how often a translation gets the type of its English original, compared with the share of the most common
+type.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.benchmarks.pretraining_phases import documents
 
 
 def read(path: str) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines."""
+    """Return the rows of a file of JSON lines."""
     with open(DATA / path, "rb") as raw:
         return [json.loads(line) for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(raw), encoding="utf-8")]
 
@@ -37,11 +38,12 @@ def column(artifact: Artifact, name: str) -> list[Any]:
 
 
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Shares of documents whose kind is right, by language, beside those whose knowledge type is the English original's."""
+    """Return the shares of documents whose kind is right, by language, and of those whose knowledge type is that of the English
+    original."""
     if not (DATA / "languages").exists() or not (DATA / "web_wcxb_dev").exists():
         return {"skipped": f"{DATA} lacks languages or web_wcxb_dev"}
     declarations = [row for row in read("languages/udhr.jsonl.zst") if row["iso6393"] != "eng"]
-    rows = [row for row in read("languages/ntrex_dev.jsonl.zst") if row["language"] != "mya"]  # in an encoding of its own
+    rows = [row for row in read("languages/ntrex_dev.jsonl.zst") if row["language"] != "mya"]  # this language has a separate encoding
     with tempfile.TemporaryDirectory() as folder:
         store = Store.open(folder)
         pages = documents(store, [text for row in read("web_wcxb_dev/dev_truth.jsonl.zst") if (text := text_of(row))])
@@ -64,7 +66,7 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
         same[row["language"]] += name == english[row["document"]]
     shares = sorted((right[name] / count[name], name) for name in count)
     foreign = [name for name in count if name != "eng"]
-    # What a type agrees by chance, as most news are of few types.
+    # The agreement by chance, because most news have one of few types.
     common = Counter(english.values()).most_common(1)[0][1] / len(english)
     return {
         "kinds_right_declarations": kinds[len(rows) :].count("multilingual") / len(declarations), "kinds_declarations": len(declarations),
@@ -77,5 +79,5 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def text_of(row: dict[str, Any]) -> str:
-    """The text of an annotated page."""
+    """Return the text of an annotated page."""
     return str(row["ground_truth"].get("main_content") or "")

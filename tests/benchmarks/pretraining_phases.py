@@ -1,4 +1,5 @@
-"""Phases of pretraining: what the optimizer's moments are worth, what a kill costs, what a longer context finds, what annealing judges.
+"""Phases of pretraining: the value of keeping the optimizer's moments, the cost of a kill, retrieval in a longer context, data sets judged
+by annealing.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.pkg python tests/benchmarks/pretraining_phases.py --json [--part needle --part kept …] [--data FOLDER]
 
@@ -41,7 +42,7 @@ LETTERS = "abcdefghijklmnopqrstuvwx"
 
 
 class Missing(RuntimeError):
-    """Data that a part needs and this machine lacks."""
+    """An error: data that a part needs is missing on this machine."""
 
 
 def documents(store: Store, texts: list[str]) -> Artifact:
@@ -65,7 +66,7 @@ def shape(width: int, layers: int = 2, heads: int = 2) -> Any:
 
 
 def pages(data: Path, count: int, words: int = 400) -> list[str]:
-    """The first `count` stretches of so many words, taken in turn from each book."""
+    """Return the first `count` passages of `words` words, taken from each book in turn."""
     books = data / "text_books" / "books36.jsonl.zst"
     if not books.exists():
         raise Missing(f"{books} is not there")
@@ -81,8 +82,8 @@ def pages(data: Path, count: int, words: int = 400) -> list[str]:
 
 
 def recall(draw: random.Random, length: int, keys: int = 6, most: float = 0.7) -> str:
-    """A text of words: up to so many keys with their values, each mentioned again and again, among words that say nothing, whose share
-    is drawn up to `most`."""
+    """Return a text of words: up to `keys` keys with their values, each mentioned repeatedly among noise words, whose share is drawn up to
+    `most`."""
     rate = draw.uniform(0.0, most)
     count = draw.randint(1, keys)
     pairs, found = list(zip(draw.sample(LETTERS, count), draw.choices(LETTERS, k=count), strict=True)), list[str]()
@@ -93,7 +94,8 @@ def recall(draw: random.Random, length: int, keys: int = 6, most: float = 0.7) -
 
 
 def asked(draw: random.Random, length: int, keys: int) -> str:
-    """A text of as many words: up to so many keys with their values anywhere among words that say nothing, and all of them asked in the end."""
+    """Return a text of `length` words: up to `keys` keys with their values at random places among noise words, and questions for all keys
+    at the end."""
     count = draw.randint(1, min(keys, length // 5))
     pairs = list(zip(draw.sample(LETTERS, count), draw.choices(LETTERS, k=count), strict=True))
     words = [f"n{draw.choice(LETTERS)}" for _ in range(length - 4 * count)]
@@ -108,20 +110,22 @@ def noise(draw: random.Random, length: int) -> str:
 
 
 def needle(folder: Path, data: Path, seeds: Iterable[int] = (0,)) -> dict[str, Any]:
-    """The needle's figures of one seed, or a list of those of each."""
+    """Return the needle's figures for one seed, or a list of the figures of each seed."""
     found = {seed: one_needle(folder / str(seed), seed) for seed in seeds}
     return next(iter(found.values())) if len(found) == 1 else {"needle_by_seed": found}
 
 
 def one_needle(folder: Path, seed: int) -> dict[str, Any]:
-    """A context of 128 tokens made four times as long, in two steps that must hold; measured on texts of its own, 100 for each depth.
+    """Extend a context of 128 tokens fourfold, in two steps that must be accepted; measure on new texts, 100 for each depth.
 
-    Most short texts are dense with pairs, and the first 600 thousand tokens are read in pieces of 48: what says nothing hides the answers
-    from a model that has not learned to look back. Long texts fill a row, or half of one, and ask for each pair once, from anywhere."""
+    Most short texts are dense with pairs, and the first 600 thousand tokens are read in pieces of 48: noise would hide the answers from a
+    model that has not learned to look back. Long texts fill a row, or half of one, and ask for each pair once, at any distance.
+    """
     store, draw = Store.open(folder), random.Random(seed)
 
     def corpus(count: int, low: int, high: int, recalled: Callable[[int], str], found: Callable[[int], str]) -> list[str]:
-        """Texts of so many words, every sixteenth of noise, else a quarter of `found` and the others of `recalled`."""
+        """Return `count` texts of `low` to `high` words: one in sixteen is noise, a quarter of the others come from `found`, the rest from
+        `recalled`."""
         kinds = [recalled, recalled, recalled, found]
         sizes = [draw.randint(low, high) for _ in range(count)]
         return [kinds[i % 4](size) if i % 16 else noise(draw, size) for i, size in enumerate(sizes)]
@@ -135,7 +139,7 @@ def one_needle(folder: Path, seed: int) -> dict[str, Any]:
     short = documents(store, shorter(8000))
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": short}, store)
     initial = rows(store, short, vocabulary, 128)
-    # Long documents among short ones, so that what was learned first stays.
+    # Long documents are mixed with short ones, so that the model does not forget what it learned first.
     long = rows(store, documents(store, longer(400, 510) + longer(400, 254) + shorter(1200)), vocabulary, 512)
     passages = NeedleSettings(passage=" k{key} {value}", key_words=tuple(LETTERS), value_words=tuple(f"v{x}" for x in LETTERS), trials=40)
     accept = Acceptance(short_loss=0.01, needle=0.95, attempts=4)
@@ -168,7 +172,8 @@ def one_needle(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def kept(folder: Path, data: Path) -> dict[str, Any]:
-    """The second phase with the moments of the first, and with none: loss without less loss with, over pairs of one seed each."""
+    """Train the second phase with the first phase's moments and without; return the loss without minus the loss with, over pairs with equal
+    seeds."""
     store = Store.open(folder)
     docs = documents(store, pages(data, 1200))
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=1024), {"documents": docs}, store)
@@ -211,7 +216,7 @@ STEPS = (12, 8, 6)
 
 
 def small_run(folder: str) -> str:
-    """The sha256 of the weights after three phases, the second on rows of its own and the third averaged."""
+    """Return the sha256 of the weights after three phases; the second has separate rows, the third is averaged."""
     store, draw = Store.open(folder), random.Random(1)
     docs = documents(store, [recall(draw, draw.randint(24, 60)) for _ in range(300)])
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": docs}, store)
@@ -226,7 +231,7 @@ def small_run(folder: str) -> str:
 
 
 def resume(folder: Path, data: Path) -> dict[str, Any]:
-    """Runs killed with -9 in each phase, then begun again, against one that nobody killed."""
+    """Compare runs that are killed with -9 in each phase and restarted with an undisturbed run."""
 
     def run(place: str, step: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -246,15 +251,15 @@ def resume(folder: Path, data: Path) -> dict[str, Any]:
 
 
 def lines(file: Path, *fields: str) -> list[str]:
-    """The texts of a file of JSON lines, these fields of each joined."""
+    """Return the texts of a file of JSON lines; each joins the given fields."""
     if not file.exists():
         raise Missing(f"{file} is not there")
     return ["\n".join(json.loads(line)[field] for field in fields) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def anneal(folder: Path, data: Path, seeds: Iterable[int] = range(10, 15)) -> dict[str, Any]:
-    """Two good sets and two bad ones for each of five seeds: school mathematics and questions of programmers, the first with its words
-    shuffled, two texts of the second copied forty times. Seeds 0 to 4 were there when the bounds were chosen."""
+    """Judge two good and two bad data sets for each of five seeds: school mathematics and programmers' questions; the first with shuffled
+    words, and two texts of the second, copied forty times. Seeds 0 to 4 were used to choose the bounds."""
     books, began = pages(data, 400), seconds()
     school = lines(data / "gsm8k" / "train.jsonl", "question", "answer")
     forum = [text[:6000] for text in lines(data / "text_misc" / "dj_stack_exchange.jsonl", "text")]
@@ -293,7 +298,7 @@ def anneal(folder: Path, data: Path, seeds: Iterable[int] = range(10, 15)) -> di
 
 
 def reader(folder: Path, data: Path) -> dict[str, Any]:
-    """Tokens that the reader gives in a CPU second, over those that training takes of a model of 100 thousand parameters."""
+    """Return the tokens per CPU second of the data reader, over those of training a model of 100 thousand parameters."""
     import numpy as np
     import torch
 
@@ -331,7 +336,7 @@ def seconds() -> float:
 
 
 def measure(parts: list[str], data: Path = DATA, seeds: Iterable[int] = (0,)) -> dict[str, Any]:
-    """All figures of these parts, with their CPU seconds. seeds: those of the needle."""
+    """Return all figures of these parts, with their CPU seconds. seeds: those of the needle."""
     found: dict[str, Any] = {}
     for name in parts:
         before, began = seconds(), time.time()
@@ -345,7 +350,7 @@ def measure(parts: list[str], data: Path = DATA, seeds: Iterable[int] = (0,)) ->
 
 
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All parts, as `pretraining.py` measures them."""
+    """Return all parts' figures, for `pretraining.py`."""
     return measure(list(PARTS), DATA, range(arguments.first, arguments.first + 1))
 
 

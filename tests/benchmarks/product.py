@@ -1,13 +1,13 @@
-"""How soon `puna up` can be used, and what its watching costs a run.
+"""The time until `puna up` can be used, and the overhead of its monitoring for a run.
 
     PYTHONPATH=.pkg python tests/benchmarks/product.py --json [--steps 20]
     OMP_NUM_THREADS=1 PYTHONPATH=.pkg python tests/benchmarks/product.py --json --part away
 
-Starts `puna up` on a new store, then again on the same one, and times the address, the forms, and a run of reused steps with the
-server beside it and without. Processor seconds stand beside the seconds of the clock, which a loaded machine stretches.
+Starts `puna up` on a new store, then again on the same one, and times until the address answers and the forms exist, and a run of reused
+steps with and without the server. CPU seconds are reported too, because wall time grows on a loaded machine.
 
-`away`: the steps of a training whose progress is told after each, in turns with nobody to tell, with a server that takes the
-connection and never answers, and with one that is gone; the time of the middle step and of all steps of each.
+`away`: a training that reports progress after each step, alternately without a server, with a server that accepts connections and never
+answers, and with a server that is gone; the median step time and the total time of each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIG = PromptsConfig(tasks=[{"task": "chain_sum"}], train=5, heldout=2)
 
 
 def started(store: Store, log: Path) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    """`puna up` with all forms offered, and how long that took."""
+    """Start `puna up` and wait until all forms exist; return the process and the times."""
     began = time.perf_counter()
     with log.open("w") as file:
         words = [sys.executable, "-m", "puna.flows.cli.main", "up", "--port", "0", "--store", str(store.root)]
@@ -56,7 +56,7 @@ def started(store: Store, log: Path) -> tuple[subprocess.Popen[bytes], dict[str,
 
 
 def reused(store: Store, steps: int) -> float:
-    """Seconds of a run of so many steps that are all there."""
+    """Return the seconds of a run of `steps` steps that are all reused."""
     began = time.perf_counter()
     with session(store, flow="prompts", workers=1, json=True) as now:
         for number in range(steps):
@@ -65,7 +65,7 @@ def reused(store: Store, steps: int) -> float:
 
 
 def away(store: Store, rounds: int, seconds: float) -> dict[str, Any]:
-    """Seconds of a training's steps by what becomes of the server that is told of them: of the clock, and of this process's threads."""
+    """Return the seconds of a training's steps by the state of the server: wall time, and CPU time of this process's threads."""
     import torch
 
     from puna.models.config import ModelConfig
@@ -106,7 +106,7 @@ def away(store: Store, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=20)

@@ -1,8 +1,9 @@
-"""Published training runs beside the estimate of `puna plan`: tokens a second, or operations a second, of one GPU.
+"""Published training runs compared with the estimates of `puna plan`: tokens per second, or FLOP/s, of one GPU.
 
-Sources: Llama 3 report, table 4 (H100); Narayanan et al. 2021, table 1 (A100, recomputation counted); torchtitan's tables of December
-2024 (H100 of 500 W with 2.4 TB/s); and Puna's own run on one H200. `REACHED` is fitted to the first row of Llama 3 and used for the A100 rows as it is; torchtitan's rows
-have a factor and a speed of 8-bit products of their own, each fitted to one row. Fitted rows do not count.
+Sources: Llama 3 report, table 4 (H100); Narayanan et al. 2021, table 1 (A100, recomputation counted); torchtitan's tables of December 2024
+(H100 of 500 W with 2.4 TB/s); and Puna's own run on one H200. `REACHED` is fitted to the first row of Llama 3 and used unchanged for the
+A100 rows; torchtitan's rows have a separate factor and a separate speed of 8-bit products, each fitted to one row. Fitted rows do not
+count.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ MEGATRON = (
     (80, 96, 12288, 8, 8, 1536, 2304, 148), (96, 128, 16384, 8, 16, 1920, 2160, 155), (105, 128, 20480, 8, 35, 2520, 2520, 163),
     (128, 160, 25600, 8, 64, 3072, 3072, 163),
 )  # fmt: skip
-"""Layers, heads, width, tensor, pipeline, GPUs, rows a step, TFLOP/s of a GPU."""
+"""Layers, heads, width, tensor, pipeline, GPUs, rows per step, TFLOP/s per GPU."""
 
 
 def utilisation(one: Estimate) -> float:
-    """Return the FLOPs per second of an H100 that trains the 405B model over its data sheet's (MFU, 0 to 1)."""
+    """Return the MFU (0 to 1) of an H100 that trains the 405B model: its FLOP/s over the data sheet's."""
     return 3 * forward_flops(LARGE, (one.work.length,)) / one.work.length * one.tokens_per_second / GPUS["H100"].flops
 
 
 def layout(**sizes: int) -> Layout:
-    """Return a layout that Puna need not be able to run."""
+    """Return a layout, which Puna need not be able to run."""
     return Layout.model_construct(**{name: sizes.get(name, 1) for name in (*AXES, "virtual_stages")})
 
 
@@ -49,7 +50,7 @@ SMALL, MIDDLE, LARGE = llama(4096, 14336, 32, 32), llama(8192, 28672, 80, 64), l
 
 
 def llama_rows() -> list[tuple[str, float, float, bool]]:
-    """Return name, estimate, published figure and whether it was fitted: utilisation of the 405B model, 16 stages of 8 parts each."""
+    """Return (name, estimate, published value, True if fitted) of the 405B model's MFU with 16 pipeline stages of 8 virtual stages each."""
     rows = []
     for data, context, length, rows_each, published in ((64, 1, 8192, 32, 0.43), (128, 1, 8192, 16, 0.41), (8, 16, 131_072, 16, 0.38)):
         work = Work(rows_each * data, length, length)
@@ -59,7 +60,8 @@ def llama_rows() -> list[tuple[str, float, float, bool]]:
 
 
 def megatron_rows() -> list[tuple[str, float, float, bool]]:
-    """Return the same of GPT models of 1.7 to 1,008 billion parameters, in TFLOP/s with recomputation; micro-batches are guessed."""
+    """Return the same for GPT models of 1.7 to 1,008 billion parameters, in TFLOP/s including recomputation; micro-batch sizes are
+    guesses."""
     rows = []
     for layers, heads, width, tensor, pipeline, gpus, batch, published in MEGATRON:
         config = ModelConfig(
@@ -75,15 +77,16 @@ def megatron_rows() -> list[tuple[str, float, float, bool]]:
 
 
 def titan(config: ModelConfig, length: int, rows: int, micro: int, factor: float = TITAN_FP8, **more: Any) -> Estimate:
-    """Return the estimate of a row of torchtitan's; `rows` and `micro`: rows of a reader in a step, and at once."""
+    """Return the estimate for a row of torchtitan's table; `rows`, `micro`: rows of a data-parallel rank per step and per micro-batch."""
     sizes = {name: more.pop(name) for name in (*AXES, "virtual_stages") if name in more}
     work = Work(rows * sizes.get("shard", 1), length, micro * length, checkpointing=True, matrix_factor=factor)
     one = estimate(config, replace(work, **more), layout(**sizes), TITAN, TITAN_REACHED, whole=False)
-    return replace(one, transfers=0.0) if config is LARGE else one  # its AsyncTP hides them
+    return replace(one, transfers=0.0) if config is LARGE else one  # torchtitan's AsyncTP hides the transfers
 
 
 def titan_rows() -> list[tuple[str, float, float, bool]]:
-    """Return the same of torchtitan's runs with torch.compile, in tokens a second. Its pipelines have as many micro-batches as stages."""
+    """Return the same for torchtitan's runs with torch.compile, in tokens per second. Its pipelines have as many micro-batches as
+    stages."""
     plain = {"checkpointing": False}
     rows = [
         ("8B, shard 8, bf16", titan(SMALL, 8192, 2, 2, 1.0, shard=8, **plain), 6667, True),
@@ -102,7 +105,7 @@ def titan_rows() -> list[tuple[str, float, float, bool]]:
 
 
 def own_rows() -> list[tuple[str, float, float, bool]]:
-    """Return the same of Puna's own training of 1.2 billion parameters on one H200, 4 rows of 8,192 tokens (gpu.py, 27 November 2026)."""
+    """Return the same for Puna's training of 1.2 billion parameters on one H200, 4 rows of 8,192 tokens (gpu.py, 27 November 2026)."""
     config = llama(2048, 8192, 16, 32).replace(tie_word_embeddings=True)
     rows = []
     for checkpointing, measured in ((False, 49_834), (True, 40_319)):
@@ -112,7 +115,8 @@ def own_rows() -> list[tuple[str, float, float, bool]]:
 
 
 def compare() -> dict[str, Any]:
-    """Return the median error over all rows that nothing was fitted to, their number, and each row's estimate over what was published."""
+    """Return the median error over all rows that were not used for fitting, their number, and each row's estimate over the published
+    value."""
     rows = [*llama_rows(), *megatron_rows(), *titan_rows(), *own_rows()]
     errors = [abs(value / published - 1) for _, value, published, fitted in rows if not fitted]
     return {

@@ -1,16 +1,16 @@
-"""The quality model that comes with Puna on labels that it never saw, beside what needs no model.
+"""The shipped quality model on labels that it never saw, compared with baselines that need no model.
 
     python tests/benchmarks/quality.py --data FOLDER [--store FOLDER] [--json] [--write OUT]
 
-FOLDER holds the sets that `stages/curate/data/grades.tsv` names: `web_wcxb_dev`, `web_readability`, `web_newspaper`, `web_trafilatura` (as
-`curation_articles.py` reads them), `text_misc` (JSON lines), and `quality_dclm/majority_data.jsonl`, documents that people labelled
-(`text`, `label` 1 or 0), which trained nothing. The demo's sample comes from the store (`corpus.py`). `--write` writes the graded texts
-out for `python -m tests.benchmarks.train_grades`.
+FOLDER holds the data sets named in `stages/curate/data/grades.tsv`: `web_wcxb_dev`, `web_readability`, `web_newspaper`, `web_trafilatura`
+(in the layout that `curation_articles.py` reads), `text_misc` (JSON lines), and `quality_dclm/majority_data.jsonl`, documents labelled by
+people (`text`, `label` 1 or 0) and used for no training. The demo's sample comes from the store (`corpus.py`). `--write` writes the graded
+texts for `python -m tests.benchmarks.train_grades`.
 
-AUCs, chance that a good one has the higher score: `quality_auc` of graded documents (good: 3 or more), each by a model that did not see its
-site; `quality_auc_SET` within a set; `human_auc` on people's labels, by the weights that are shipped. The same of controls: `_length`
-(characters), `_function_words` (share of eight words), `_wikipedia` (the demo's classifier, whose good ones are Wikipedia's).
-`quality_mb_s`: texts of the sample in memory, per CPU second on one thread.
+AUC is the chance that a good document has the higher score. `quality_auc`: on graded documents (good: 3 or more), each scored by a model
+trained without its site; `quality_auc_SET`: within a set; `human_auc`: on people's labels, with the shipped weights. The same for
+baselines: `_length` (characters), `_function_words` (share of eight words), `_wikipedia` (the demo's classifier, trained with Wikipedia as
+good). `quality_mb_s`: speed on texts of the sample in memory, per CPU second on one thread.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from numpy.typing import NDArray  # noqa: E402
 GRADES = ROOT / "stages/curate/data/grades.tsv"
 HUMAN = "quality_dclm/majority_data.jsonl"
 FUNCTION_WORDS = frozenset(("the", "of", "and", "to", "in", "a", "is", "that"))
-LEAST = 25  # documents of a set, and 4 of each kind, for a figure of its own
+LEAST = 25  # minimum documents of a set, and of each class 4, for a separate figure
 
 
 class Graded(NamedTuple):
-    """A graded document: the set and page that it is from, how the page was read, its site and text."""
+    """A graded document: its set and page, how the page was read, its site and text."""
 
     dataset: str
     page: str
@@ -50,7 +50,7 @@ class Graded(NamedTuple):
 
 
 def graded(folder: Path) -> list[Graded]:
-    """The graded documents whose pages are in the folder or the store, in the order of the grades."""
+    """Return the graded documents whose pages are in the folder or the store, in the order of the grades."""
     lines = GRADES.read_text(encoding="utf-8").splitlines()[1:]
     grades = {(dataset, page, reading): int(grade) for dataset, page, reading, grade in (line.split("\t") for line in lines)}
     found = []
@@ -62,7 +62,7 @@ def graded(folder: Path) -> list[Graded]:
 
 
 def _pages(folder: Path) -> Iterator[tuple[str, str, str, Callable[[str], str]]]:
-    """Set, page, site of every page that is there, and what gives its text by a way of reading."""
+    """Yield set, page and site of every available page, and a function that returns its text for a way of reading."""
     import corpus
     import curation_articles
     import curation_extract
@@ -85,7 +85,7 @@ def _pages(folder: Path) -> Iterator[tuple[str, str, str, Callable[[str], str]]]
 
 
 def _read(body: bytes) -> Callable[[str], str]:
-    """The text of a page: its main content, or all of it."""
+    """Return a function that returns a page's text: its main content, or all of it."""
     from resiliparse.extract.html2text import extract_plain_text
 
     from puna.models.extraction.clean import decode
@@ -103,7 +103,7 @@ def _read(body: bytes) -> Callable[[str], str]:
 
 
 def figures(folder: Path, documents: list[Graded]) -> dict[str, float]:
-    """See the module."""
+    """Return the figures that the module describes."""
     import pyarrow as pa
 
     from puna.models.classifiers.grades import GOOD, good_chances, load
@@ -133,7 +133,7 @@ def figures(folder: Path, documents: list[Graded]) -> dict[str, float]:
 
 
 def auc(scores: NDArray[np.float64], good: NDArray[np.bool_]) -> float:
-    """Chance that a good one has the higher score; ties count half."""
+    """Return the chance that a good document has the higher score; ties count half."""
     from puna.stages.curate.classifiers import classifier
 
     places = np.unique(scores, return_inverse=True)[1]
@@ -149,7 +149,8 @@ def _function_words(texts: list[str]) -> list[float]:
 
 
 def _wikipedia() -> Callable[[list[str]], list[float]]:
-    """The demo's classifier: trained on the sample, where Wikipedia's documents are the good ones; each text by the model of one fold."""
+    """Return the demo's classifier: trained on the sample with Wikipedia's documents as good; each text is scored by the model of the other
+    folds."""
     import corpus
     import pyarrow as pa
 
@@ -169,7 +170,7 @@ def _wikipedia() -> Callable[[list[str]], list[float]]:
 
 
 def _speed() -> float:
-    """MB per CPU second."""
+    """Return the MB per CPU second."""
     import corpus
 
     from puna.models.classifiers.grades import good_chances, load

@@ -1,11 +1,11 @@
-"""How long the questions of docs/questions.md take on a store of a million documents, and whether readers and writers stand in each other's way.
+"""The time of the queries of docs/questions.md on a store of a million documents, and whether readers and writers block each other.
 
     PYTHONPATH=.pkg python tests/benchmarks/questions.py --json                       # 1,000,000 documents
     PYTHONPATH=.pkg python tests/benchmarks/questions.py --part crowd --seconds 300 --json
 
-The store is made up: documents written straight through storage, one filter that keeps nine tenths by reference, one stage that
-changes a hundredth, signals, side tables, and the small tables of a whole run. `seconds`: the catalog opened, the views made and the
-question answered, one fresh connection each; `cpu` in this process. `file`: the same through `puna.duckdb`.
+The store is generated: documents written directly through storage, a filter that keeps nine tenths by reference, a stage that changes a
+hundredth, signals, side tables, and the small tables of a whole run. `seconds`: opening the catalog, creating the views and answering the
+query, on a new connection for each query; `cpu`: CPU seconds in this process. `file`: the same through `puna.duckdb`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUESTIONS = re.findall(r"### \d+\. (.*?)\n.*?```sql\n(.*?)```", (ROOT / "docs/qu
 
 
 def commit(store: Store, stage: str, kind: str, inputs: list[Artifact], **made: pa.Table) -> Artifact:
-    """An artifact of some tables."""
+    """Return a committed artifact with the given tables."""
     identity = Identity(stage, inputs=[InputRecord(a.kind, a.kind, a.key, a.data_digest, a.manifest.stage) for a in inputs])
     with store.work(identity.key) as work:
         for name, rows in made.items():
@@ -47,13 +47,13 @@ def commit(store: Store, stage: str, kind: str, inputs: list[Artifact], **made: 
 
 
 def filled(folder: Path, count: int) -> Store:
-    """The store."""
+    """Return the generated store."""
     from tests.benchmarks.store_corpus import made_up
     from tests.flows.report.conftest import everything
 
     built = everything(folder)
     store, draw = built.store, np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as elsewhere:  # of no stage, so it has no place in a store
+    with tempfile.TemporaryDirectory() as elsewhere:  # this artifact belongs to no stage, so it is made outside the store
         documents = made_up(Store.open(elsewhere), count, lines=2).read()
     texts = documents.select(["id", "url", "fetched_at", "source", "text"])
     more = {"content_type": ["text/html"] * count, "charset": pa.nulls(count, pa.string()), "body": texts["text"].cast(pa.binary())}
@@ -71,12 +71,12 @@ def filled(folder: Path, count: int) -> Store:
 
     @stage(kind="documents", version="1")
     def select(documents: Documents, config: StageConfig, run: StageRun) -> None:
-        """Keep nine of ten."""
+        """Keep nine of ten documents."""
         run.transform(keep, documents)
 
     @stage(kind="documents", version="1")
     def pii(documents: Documents, config: StageConfig, run: StageRun) -> None:
-        """Change one of a hundred."""
+        """Change one of a hundred documents."""
         run.transform(change, documents)
 
     kept = execute(select, StageConfig(), {"documents": extracted}, store)
@@ -98,18 +98,18 @@ def filled(folder: Path, count: int) -> Store:
 
 
 def keep(rows: pa.Table) -> pa.Table:
-    """All but those whose id begins with 0 (a sixteenth)."""
+    """Return all rows but those whose id begins with 0 (a sixteenth)."""
     return rows.filter(pc.not_equal(pc.utf8_slice_codeunits(rows["id"], 0, 1), "0"))
 
 
 def change(rows: pa.Table) -> pa.Table:
-    """Another text where the id ends with 00."""
+    """Return the rows with a changed text if the id ends in 00."""
     texts = pc.if_else(pc.ends_with(rows["id"], "00"), pc.binary_join_element_wise(rows["text"], "masked", " "), rows["text"])
     return rows.set_column(rows.schema.get_field_index("text"), "text", texts)
 
 
 def ask(store: Store) -> list[dict[str, Any]]:
-    """Each question three times, the middle one counts."""
+    """Run each query three times; report the median."""
     file, rows = f"{store.uri}/{database.FILE}", []
     with catalog.Catalog(store) as opened:
         address = opened.sql("select url from newest.pages limit 1").fetchall()[0][0]
@@ -132,7 +132,7 @@ def ask(store: Store) -> list[dict[str, Any]]:
 
 
 def read(uri: str, until: float, pause: float, said: Any) -> None:
-    """Open the file, ask, think with the file open, ask again, close, again and again."""
+    """Open the file, run a query, wait with the file open, query again, close; repeat."""
     asked, errors = 0, []
     while time.time() < until:
         try:
@@ -147,7 +147,7 @@ def read(uri: str, until: float, pause: float, said: Any) -> None:
 
 
 def write(uri: str, number: int, until: float, pause: float, said: Any) -> None:
-    """Commit an artifact and bring the file up to date, again and again."""
+    """Commit an artifact and update the file; repeat."""
     store, made, errors = Store.existing(uri), 0, []
     while time.time() < until:
         try:
@@ -162,7 +162,7 @@ def write(uri: str, number: int, until: float, pause: float, said: Any) -> None:
 
 
 def crowd(store: Store, readers: int, writers: int, seconds: float, pause: float) -> dict[str, Any]:
-    """Readers of the file and writers of the store at once; `late`: artifacts that the file lacks in the end."""
+    """Run readers of the file and writers of the store at once; `late`: artifacts missing from the file at the end."""
     database.write(store)
     context = multiprocessing.get_context("fork")
     said, until = context.Queue(), time.time() + seconds

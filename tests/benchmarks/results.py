@@ -3,12 +3,12 @@
     python tests/benchmarks/curation.py --part flow --json > out.json
     python tests/benchmarks/results.py --take out.json --machine "EPYC Zen 5, idle"
 
-A figure of results.json holds the names and numbers that its benchmark printed (`measured`) and the text around them (`value`, `peer`).
+A figure in results.json holds the names and numbers that its benchmark printed (`measured`) and the text around them (`value`, `peer`).
 `--take` replaces the numbers, machine and date of every figure whose names are all in the benchmark's output; several outputs are several
-runs, and the text shows their range. A figure with a `source` reads a JSON file of the repository. One without `measured` was typed in.
-Without `--take`, the script writes the tables anew.
+runs, and the text shows their range. A figure with a `source` reads a JSON file of the repository. A figure without `measured` was entered
+by hand. Without `--take`, the script only regenerates the tables.
 
-In a page of docs/ a number between `<!--NAME:FORMAT-->` and `<!---->` is that of the figure with this name, and is written, too.
+In pages of docs/, the script also updates each number between `<!--NAME:FORMAT-->` and `<!---->` to that of the figure NAME.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Figure = dict[str, Any]
 
 
 class Runs(Formatter):
-    """A formatter that writes a list of runs as the range from the least to the greatest."""
+    """A formatter that writes a list of runs as a range from minimum to maximum."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """Return the formatted value, or the formatted ends of a list."""
+        """Return the formatted value, or the formatted ends of a list's range."""
         ends = [format(one, format_spec) for one in (min(value), max(value))] if isinstance(value, list) else [format(value, format_spec)]
         return " to ".join(dict.fromkeys(ends))
 
 
 def numbers(figure: Figure) -> dict[str, Any]:
-    """Return the numbers of a figure: its own, or those of the file that it names."""
+    """Return the numbers of a figure: its own, or those in the file that it names."""
     if "source" in figure:
         return dict(json.loads((ROOT / figure["source"]).read_text(encoding="utf-8")))
     return dict(figure.get("measured", {}))
 
 
 def row(figure: Figure, newest: date) -> list[str]:
-    """Return the cells of a figure. A figure two days older than the newest one says that it was not measured since."""
+    """Return the table cells of a figure. A figure two days older than the newest one shows its date."""
     found = numbers(figure)
     day = str(figure["date"] if "date" in figure else found["day"])
     late = newest - date.fromisoformat(day) > timedelta(days=1)
@@ -75,19 +75,19 @@ def render(text: str, areas: dict[str, list[Figure]]) -> str:
 
 
 def inline(text: str, areas: dict[str, list[Figure]]) -> str:
-    """Return a page's text with today's number in each of its marks. Raise KeyError if no figure has a mark's name."""
+    """Return a page's text with current numbers in its marks. Raise KeyError if a mark names no figure."""
     known = {name: value for figures in areas.values() for one in figures for name, value in one.get("measured", {}).items()}
     return MARK.sub(lambda at: f"{at[1]}{Runs().vformat('{' + at[2] + '}', (), known)}<!---->", text)
 
 
 def pages(areas: dict[str, list[Figure]]) -> dict[Path, str]:
-    """Return the text of RESULTS.md and of every page of docs/ as it should be."""
+    """Return the up-to-date text of RESULTS.md and of every page of docs/."""
     docs = sorted((ROOT / "docs").rglob("*.md"))
     return {PAGE: render(PAGE.read_text(encoding="utf-8"), areas)} | {one: inline(one.read_text(encoding="utf-8"), areas) for one in docs}
 
 
 def take(areas: dict[str, list[Figure]], outputs: list[dict[str, Any]], machine: str, day: str) -> list[str]:
-    """Replace the numbers of every figure that the outputs have whole. Return the names of these figures."""
+    """Replace the numbers of every figure whose names are all in the outputs. Return the names of these figures."""
     taken = []
     for figure in (one for figures in areas.values() for one in figures if "measured" in one):
         names = figure["measured"]
@@ -99,13 +99,13 @@ def take(areas: dict[str, list[Figure]], outputs: list[dict[str, Any]], machine:
 
 
 def save(areas: dict[str, list[Figure]]) -> None:
-    """Write results.json with one figure in a line."""
+    """Write results.json with one figure per line."""
     parts = [f' {json.dumps(area)}: [\n  ' + ",\n  ".join(json.dumps(one, ensure_ascii=False) for one in figures) + "\n ]" for area, figures in areas.items()]
     FIGURES.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Take outputs of benchmarks where they are given, and write the tables."""
+    """Take over outputs of benchmarks, if given, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--take", type=Path, nargs="+", default=[], help="what a benchmark printed with --json; several files are several runs")
     parser.add_argument("--machine", help="the machine of these runs, and its load")

@@ -1,12 +1,12 @@
-"""Each kernel against the machine's ceiling and against its peers: one table.
+"""Each kernel compared with the machine's ceiling and with other implementations (peers): one table.
 
     PYTHONPATH=.pkg python tests/benchmarks/roofline.py [--device cpu|cuda] [--only NAME …] [--json] [--small]
 
-Without --device the GPU if there is one. First each operator is checked on small shapes against its fp64
-definition in the precision that is timed, then both are timed on the same inputs, taking turns.
+Without --device: the GPU if there is one. First each operator is checked on small shapes against its fp64 definition in the precision that
+is timed, then both are timed on the same inputs, taking turns.
 
     floor      the larger of bytes / copy bandwidth and FLOPs / matrix-product rate, both measured here first
-    ceiling    floor / time: 1 is all that the machine can do
+    ceiling    floor / time: 1 is the most that the machine can do
     peer       the fastest of the peers that are installed: torch's operators, torch.compile, Liger-Kernel
 
 On a GPU: bf16, the shapes of a Llama 3 8B layer over 16384 tokens. On CPU: fp32, one thread, process CPU time,
@@ -49,9 +49,10 @@ class Line:
 
 
 def milliseconds(functions: dict[str, Function], device: torch.device, budget: float) -> dict[str, float]:
-    """Median of GPU times, best of CPU times; the functions take turns.
+    """Return the median of GPU times, or the minimum of CPU times; the functions alternate.
 
-    Before each on a GPU the cache is flushed, for as long as the host needs to queue the function's kernels: a launch is not timed.
+    On a GPU, the cache is flushed before each call, for as long as the host needs to queue the function's kernels, so that no launch is
+    timed.
     """
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if device.type == "cuda" else None
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -79,7 +80,7 @@ def milliseconds(functions: dict[str, Function], device: torch.device, budget: f
 
 
 def ceilings(machine: Machine) -> tuple[float, float]:
-    """(copy bandwidth in bytes/s, matrix-product rate in FLOP/s) of this machine, as measured."""
+    """Return the measured (copy bandwidth in bytes/s, matrix-product rate in FLOP/s) of this machine."""
     gpu = machine.device.type == "cuda"
     source = torch.empty((1 << 30) if gpu else (64 << 20), dtype=torch.int8, device=machine.device)
     target = torch.empty_like(source)
@@ -90,7 +91,7 @@ def ceilings(machine: Machine) -> tuple[float, float]:
 
 
 def measure(case: Case, machine: Machine, bandwidth: float, rate: float, budget: float) -> Iterator[Line]:
-    """The lines of one case. A peer that cannot run here is left out, and named."""
+    """Yield the lines of one case. A peer that cannot run here is left out and reported."""
     functions = {"ours": case.function}
     for name, peer in case.peers.items():
         try:
@@ -128,7 +129,7 @@ def measure(case: Case, machine: Machine, bandwidth: float, rate: float, budget:
 
 
 def _peak(function: Function, device: torch.device) -> float:
-    """GB that one call allocates at most; NaN on CPU."""
+    """Return the maximum GB that one call allocates; NaN on CPU."""
     if device.type != "cuda":
         return math.nan
     torch.cuda.synchronize()
@@ -139,8 +140,8 @@ def _peak(function: Function, device: torch.device) -> float:
 
 
 def table(machine: Machine, seconds: float, only: list[str], as_json: bool = False, until: float = math.inf) -> list[Line]:
-    """Print one line per operator and direction, and return them. Operators whose turn comes after `until`, a time of
-    `time.perf_counter`, are named and left out."""
+    """Print one line per operator and direction, and return them. Operators whose turn comes after `until`, a time of `time.perf_counter`,
+    are reported and left out."""
     lines: list[Line] = []
     bandwidth, rate = ceilings(machine)
     print(f"# copy {bandwidth / 1e9:.1f} GB/s, {machine.dtype} product {rate / 1e12:.3g} TFLOP/s, torch {torch.__version__}", flush=True)
@@ -166,7 +167,7 @@ def table(machine: Machine, seconds: float, only: list[str], as_json: bool = Fal
 
 
 def verified(machine: Machine, small: bool = False) -> bool:
-    """Print a verdict on every operator; whether all are right."""
+    """Print a verdict on every operator; return True if all are right."""
     right = True
     for verdict in chain(() if small else checks(machine), more_checks(machine, small)):
         right &= "WRONG" not in verdict

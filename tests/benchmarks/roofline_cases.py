@@ -1,4 +1,4 @@
-"""What `roofline.py` times: every operator at the machine's shapes, its bytes and FLOPs, and its peers."""
+"""The cases of `roofline.py`: every operator at the machine's shapes, its bytes and FLOPs, and its peers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and in what precision; shapes: tokens, width, feed-forward width, heads, key-value heads, head width, vocabulary."""
+    """The device and precision of the measurement, and shapes: tokens, width, feed-forward width, heads, key-value heads, head width,
+    vocabulary."""
 
     device: torch.device
     dtype: torch.dtype
@@ -53,7 +54,8 @@ class Machine:
 
     @staticmethod
     def of(device: str, small: bool = False) -> Machine:
-        """A Llama 3 8B layer over 16384 tokens in bf16; on CPU a small model's in fp32; `small`: for the interpreter."""
+        """Return the machine: a Llama 3 8B layer over 16384 tokens in bf16; on CPU a small model in fp32; `small`: shapes for the
+        interpreter."""
         if small:
             kind = torch.bfloat16 if device == "cuda" else torch.float32
             return Machine(torch.device(device), kind, 64, 64, 96, 4, 2, 16, 200)
@@ -67,7 +69,7 @@ class Machine:
 
 @dataclass
 class Case:
-    """`function(*inputs)` and its peers; the backward is timed too where any input requires a gradient."""
+    """A function with its inputs and its peers; the backward pass is timed too if any input requires a gradient."""
 
     name: str
     function: Function
@@ -78,12 +80,12 @@ class Case:
 
 
 def compiled(function: Function, machine: Machine) -> dict[str, Function]:
-    """torch.compile of the definition, where compiling takes seconds and not minutes."""
+    """Return torch.compile of the definition on machines where compiling takes seconds, not minutes."""
     return {"compile": torch.compile(function)} if machine.device.type == "cuda" else {}
 
 
 def liger(name: str, adapt: Function = lambda f: f) -> dict[str, Function]:
-    """A function of Liger-Kernel's functional interface, where it is installed."""
+    """Return a function of Liger-Kernel's functional interface, if it is installed."""
     try:
         from liger_kernel.transformers import functional
     except ImportError:
@@ -92,7 +94,7 @@ def liger(name: str, adapt: Function = lambda f: f) -> dict[str, Function]:
 
 
 def cases(m: Machine) -> Iterator[Case]:
-    """Every operator at the machine's shapes; made one at a time, so that only one's tensors live."""
+    """Yield every operator at the machine's shapes, one at a time, so that only one operator's tensors are in memory."""
     size = m.dtype.itemsize
     row = m.T * m.D * size
     x, r, w = m.normal(m.T, m.D), m.normal(m.T, m.D), m.normal(m.D)
@@ -132,7 +134,7 @@ def _output_layer(m: Machine, size: int) -> Iterator[Case]:
     matrices = (x.numel() + w.numel()) * size
 
     def whole_step(loss: Function) -> Function:
-        """Forward and backward in one, since ours makes the gradients in its forward pass."""
+        """Return a function for forward and backward together, because Puna's operator computes gradients in its forward pass."""
 
         def run(*_: Any) -> Any:
             with torch.enable_grad():
@@ -173,7 +175,7 @@ def _attention(m: Machine, size: int) -> Iterator[Case]:
 
 
 def _varlen(documents: list[int], device: torch.device) -> dict[str, Function]:
-    """torch's variable-length attention, which only runs on a GPU; grouped heads are repeated where it wants that."""
+    """Return torch's variable-length attention, which runs only on a GPU; grouped heads are repeated if it needs that."""
     if device.type != "cuda":
         return {}
     from torch.nn.attention.varlen import varlen_attn
@@ -189,7 +191,7 @@ def _varlen(documents: list[int], device: torch.device) -> dict[str, Function]:
 
 
 def _decoding(m: Machine, size: int) -> Iterator[Case]:
-    """One new token of 64 sequences: each with a context of its own, and all with one shared prompt."""
+    """Yield one new token for each of 64 sequences: with separate contexts, and with one shared prompt."""
     B, W = 64, m.T // 4
     q, own = m.normal(B, m.H, m.K).detach(), max(1, W // PAGE // 8)
     shared = W // PAGE
@@ -239,7 +241,7 @@ def _experts(m: Machine, size: int) -> Iterator[Case]:
         "top-k routing", lambda z: top_k_routing(z, k, True)[:2], (logits,), (routed, routed), (0, 0),
         {"torch": lambda z: top_k_routing_reference(z.float(), k, True)[:2]},
     )  # fmt: skip
-    few = max(1, m.T // k)  # so that the experts' rows are as many as tokens elsewhere
+    few = max(1, m.T // k)  # so that there are as many expert rows as tokens elsewhere
     order, place, _ = sort_by_expert(top_k_routing(logits[:few].detach(), k, True)[2], E)
     rows, weight, tokens = m.normal(few * k, m.D), torch.rand(few, k, device=m.device).requires_grad_(), m.normal(few, m.D)
     large, small = rows.numel() * size, tokens.numel() * size
@@ -265,9 +267,9 @@ def _experts(m: Machine, size: int) -> Iterator[Case]:
 
 
 def without_library(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """The kernel, also where the table says that torch's product is launched in its place: that one is its peer here.
+    """Return the result of Puna's kernel even if the table prefers torch's product, which is a peer here.
 
-    The table is left so for the backward, too, which runs later.
+    The table stays changed for the backward pass, which runs later.
     """
     for place, (values, machine) in configurations.table().items():
         if values.library:
@@ -277,7 +279,7 @@ def without_library(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _the_rest(m: Machine) -> Iterator[Case]:
-    """AdamW, advantages and MinHash: none has a matrix product."""
+    """Yield AdamW, advantages and MinHash, which have no matrix product."""
     sizes = [(m.F, m.D)] * 3 + [(m.D, m.D)] * 2 + [(m.D,)] * 4
     parameters = [torch.randn(s, device=m.device) for s in sizes]
     gradients = [torch.randn(s, device=m.device).to(m.dtype) for s in sizes]

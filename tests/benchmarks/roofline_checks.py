@@ -1,4 +1,4 @@
-"""Each operator on small shapes, with edges that are no multiples of any block, against its definition."""
+"""Each operator on small shapes, whose edges are not multiples of any block, compared with its definition."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from puna.kernels.swiglu import swiglu, swiglu_reference
 
 
 def check(name: str, function: Function, reference: Function, inputs: list[Tensor], dtype: torch.dtype) -> str:
-    """Values and gradients against the fp64 definition: at most twice the error of the definition in `dtype`, and the same bits in two runs."""
+    """Compare values and gradients with the fp64 definition: at most twice the error of the definition in `dtype`, and the same bits in two
+    runs."""
 
     def run(f: Function, kind: torch.dtype) -> list[Tensor]:
         given = [
@@ -59,13 +60,13 @@ def check(name: str, function: Function, reference: Function, inputs: list[Tenso
 
 
 def equal(name: str, ours: Tensor, expected: Tensor, tolerance: float) -> str:
-    """The largest difference within `tolerance` times the largest number."""
+    """Check that the largest difference is within `tolerance` times the largest number."""
     error, most = float((ours.double() - expected.double()).abs().max()), float(expected.double().abs().max())
     return f"{name}: right" if error <= tolerance * most else f"{name}: WRONG, off by {error:.3g} of {most:.3g}"
 
 
 def checks(machine: Machine) -> Iterator[str]:
-    """Every operator on small shapes, with edges that are no multiples of any block."""
+    """Yield a verdict on every operator, on small shapes whose edges are not multiples of any block."""
     draw = partial(_normal64, machine.device)
     done = partial(check, dtype=machine.dtype)
     yield done(
@@ -108,7 +109,7 @@ def _normal64(device: torch.device, *shape: int) -> Tensor:
 
 
 def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
-    """The operators whose definition is no chain of torch's, or that have no gradient."""
+    """Yield verdicts on the operators that have no gradient, or whose definition is not a chain of torch operators."""
     dev, kind = machine.device, machine.dtype
     draw = partial(_normal64, dev)
     done = partial(check, dtype=kind)
@@ -122,7 +123,7 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
     yield done("MoE combine", ours, plain, [draw(3 * T, D), draw(T, 3)])
     offsets = torch.tensor([0, T // 2, T // 2, T - 3, T], device=dev)
     ours, plain = (lambda x, w, f=f: f(x, w, offsets) for f in (grouped_linear, grouped_linear_reference))
-    yield done("grouped linear", ours, plain, [draw(T, D), draw(4, N, D)])  # as the table says: torch's product or the kernel
+    yield done("grouped linear", ours, plain, [draw(T, D), draw(4, N, D)])  # by the table: torch's product or the kernel
     yield done("grouped linear, odd widths", ours, plain, [draw(T, D - 1), draw(4, N - 1, D - 1)])
     tables = torch.tensor([[4, 1, 7], [4, 1, 0], [4, 1, 3], [2, 0, 0]], dtype=torch.int32)
     sequence, position = (torch.tensor(row, dtype=torch.int32) for row in ([0, 1, 2, 2, 3], [40, 32, 45, 46, 8]))
@@ -142,7 +143,7 @@ def more_checks(machine: Machine, small: bool = False) -> Iterator[str]:
         x, w = fixed(T, D).to(kind), fixed(N, D).to(kind)
         (a, s), (b, r) = (quantize_rows_reference(z.float(), quantized) for z in (x, w))
         expected = (a.double() * s.double()[:, None]) @ (b.double() * r.double()[:, None]).T
-        # The interpreter's casts to FP8 do not round, which is a sixteenth of a number.
+        # The interpreter's casts to FP8 truncate, with an error of up to a sixteenth of a number.
         loose = 0.1 if quantized == "fp8" and not x.is_cuda else 8 * torch.finfo(kind).eps
         yield equal(f"{quantized} linear", quantized_linear(x, *quantize_rows(w, quantized)), expected, loose)
     lengths = torch.tensor([3, 1, 0, 2000 // n, 77], device=dev)

@@ -1,8 +1,8 @@
-"""Rounds on a world with a planted taste: is the policy of each round as good as the one before, on prompts that no gate saw?
+"""Rounds with a planted preference: whether each round's policy is as good as the previous one, on prompts that no gate used.
 
-Six rounds through the flow `round` (a firing each), then the gold reward of every round's policy, and of every candidate, on fresh
-prompts. From the same start: two firings at the same moment by the command line, and a round that is killed with SIGKILL at random
-moments and fired again until it ends, which must come to the same aliases and data digests as an undisturbed one.
+Six runs of the flow `round`, then the gold reward of every round's policy and of every candidate, on fresh prompts. From the same start:
+two runs started at the same moment from the command line, and a run killed with SIGKILL at random moments and restarted until it ends,
+which must reach the same aliases and data digests as an undisturbed run.
 
     python tests/benchmarks/rounds.py --json
 """
@@ -38,11 +38,11 @@ from puna.storage import Artifact, Store  # noqa: E402
 from tests.flows import planted  # noqa: E402
 
 TRAIN, HELDOUT, FRESH = 600, 150, 200
-"""Prompts of each task: to learn from, for the gate, and for this measurement alone."""
+"""Prompts of each task: for training, for the gate, and for this measurement only."""
 
 
 class Bench:
-    """A store with the start and the pool, the recipe, and what firing the flow there gives."""
+    """A store with the start model and the prompt pool, the recipe, and methods that run the flow."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
@@ -52,17 +52,17 @@ class Bench:
         self.recipe = planted.recipe(folder, seed=seed, evaluate={"answers": {"prompts_per_task": HELDOUT, "temperature": 1.0, "max_tokens": 16}})
 
     def fire(self) -> str:
-        """One firing in this process; returns what it said."""
+        """Run the flow once in this process; return its message."""
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             launch.run(launch.Request("round", self.recipe, (), (self.start.id, self.pool.id), workers=1, json=True), self.store)
         return self.said()
 
     def said(self) -> str:
-        """What the newest run said."""
+        """Return the message of the newest run."""
         return " | ".join(event["text"] for event in self.store.events(self.store.runs()[-1]) if event.get("event") == "said")
 
     def fired(self) -> subprocess.Popen[bytes]:
-        """A firing by the command line, in a session of its own."""
+        """Start the flow from the command line, in a separate session."""
         command = [sys.executable, "-m", "puna.flows.cli.main", "run", "round", "--module", "tests.flows.planted", "--recipe", self.recipe,
                    "--input", self.start.id, "--input", self.pool.id, "--workers", "1", "--store", str(self.folder / "store")]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.pkg'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -71,7 +71,7 @@ class Bench:
         )
 
     def copied(self, folder: Path) -> Bench:
-        """The same in another folder."""
+        """Return a copy of this bench in another folder."""
         shutil.copytree(self.folder, folder)
         other = Bench.__new__(Bench)
         other.folder, other.store, other.start, other.pool = folder, Store.open(folder / "store"), self.start, self.pool
@@ -79,19 +79,19 @@ class Bench:
         return other
 
     def digests(self) -> dict[str, str]:
-        """What the aliases point to, by content."""
+        """Return the data digests of the artifacts that the aliases point to."""
         return {name: self.store.resolve(key).data_digest for name, key in self.store.aliases().items()}
 
 
 def scores(store: Store, model: Artifact, prompts: Artifact, seed: int) -> dict[str, float]:
-    """The gold reward of a model's sampled answer to each fresh prompt."""
+    """Return the gold reward of a model's sampled answer to each fresh prompt."""
     answers = {"prompts_per_task": FRESH, "temperature": 1.0, "max_tokens": 16}
     made = execute(evaluate, parse(EvaluateConfig, {"answers": answers, "seed": seed}, ""), {"model": model, "prompts": prompts}, store)
     return {row["id"]: row["value"] for row in made.read("scores").to_pylist() if row["name"] == "score"}
 
 
 def six_rounds(bench: Bench, count: int, seed: int) -> dict[str, Any]:
-    """So many firings, and what each policy and candidate is worth on prompts that neither learning nor gate saw."""
+    """Run the flow `count` times; score each policy and candidate on prompts that neither training nor gate used."""
     began = time.perf_counter()
     said = []
     for _ in range(count):
@@ -114,14 +114,14 @@ def six_rounds(bench: Bench, count: int, seed: int) -> dict[str, Any]:
     return {
         "minutes": minutes, "start": start, "rounds": rows, "policies": len({start, *(row["candidate"] for row in taken)}), "said": said,
         "end": sum(before.values()) / len(before),
-        # A fall counts where its whole interval lies below 0.
+        # A decrease counts if its whole interval lies below 0.
         "falls_beyond_interval": sum(row["high"] < 0 for row in taken),
         "refused_that_would_have_fallen": sum(row["gain"] < 0 for row in rows if row["verdict"] == "refused"),
     }  # fmt: skip
 
 
 def at_once(bench: Bench) -> dict[str, Any]:
-    """Two processes fire at the same moment."""
+    """Start two processes at the same moment."""
     running = [bench.fired() for _ in range(2)]
     ends = [process.communicate(timeout=900)[0].decode() for process in running]
     gates = [a for a in bench.store.artifacts() if a.manifest.stage == "gate"]
@@ -129,7 +129,8 @@ def at_once(bench: Bench) -> dict[str, Any]:
 
 
 def killed(bench: Bench, whole: Bench, seed: int, most: int) -> dict[str, Any]:
-    """Killed at random moments, at most so often, and fired again until it ends: the same aliases and contents as undisturbed."""
+    """Kill the run at random moments, at most `most` times, and restart it until it ends: aliases and contents equal an undisturbed
+    run's."""
     draw, kills, seconds = random.Random(seed), 0, 0.0
     while True:
         began = time.perf_counter()
@@ -152,7 +153,7 @@ def killed(bench: Bench, whole: Bench, seed: int, most: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

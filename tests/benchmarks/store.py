@@ -1,11 +1,11 @@
-"""The store's figures: all of them, or the parts that are named.
+"""Figures of the store: all parts, or the named ones.
 
     python tests/benchmarks/store.py --json [--part NAME …] [--before CHECKOUT]
 
-`curate` and `demo` run the flows on the sample in `--sample` (`puna demo-pages FOLDER` makes it), in processes of their own; with
-`--before`, a checkout of an earlier state, the same there. `driver` makes up documents, `sizes` a web from the real pages in `--data`.
-`minhash` and `lines` are those of `curation.py`, beside datatrove. `same` compares executors and S3 (moto, with faults in between). Work
-lies in `--scratch`.
+`curate` and `demo` run the flows on the sample in `--sample` (`puna demo-pages FOLDER` makes it), in separate processes; `--before`, a
+checkout of an earlier commit, is measured too. `driver` generates documents, `sizes` a web from the real pages in `--data`. `minhash` and
+`lines` are those of `curation.py`, compared with datatrove. `same` compares executors and S3 (moto, with injected faults). `--scratch`
+holds temporary files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 
 def puna(store: str | Path, *words: str, checkout: Path = ROOT, **environment: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What `puna run` made, and what it cost (see `store_usage.py`)."""
+    """Run `puna run`; return its artifacts and its cost (see `store_usage.py`)."""
     command = [sys.executable, str(HERE / "store_usage.py"), "run", *words, "--store", str(store), "--json"]
-    # An installed package is not compiled for each process, either.
+    # An installed package is not compiled again for each process either.
     given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         command, cwd=checkout, env={**given, "PYTHONPATH": str(checkout / ".pkg"), **environment}, capture_output=True, text=True
@@ -43,13 +43,13 @@ def puna(store: str | Path, *words: str, checkout: Path = ROOT, **environment: s
         sys.exit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
     cost = json.loads(done.stderr.splitlines()[-1])
     if (checkout / "flows").resolve() not in Path(code := cost.pop("code")).resolve().parents:
-        # Where `.pkg/puna` has no `__init__.py`, one that is installed comes first; an empty one mends it.
+        # Without an `__init__.py` in `.pkg/puna`, an installed puna would come first; an empty file prevents that.
         sys.exit(f"{checkout} was to be measured, {code} ran: make {checkout}/.pkg/puna/__init__.py")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], cost
 
 
 def inputs(folder: Path, pattern: str = "*.warc.gz") -> list[str]:
-    """Files as the options of a run."""
+    """Return files as command-line options of a run."""
     files = sorted(folder.glob(pattern))
     if not files:
         sys.exit(f"{folder}: no pages; `puna demo-pages {folder}` makes them")
@@ -58,7 +58,7 @@ def inputs(folder: Path, pattern: str = "*.warc.gz") -> list[str]:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder that is gone afterwards."""
+    """Yield a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(dir=ASKED.scratch) as folder:
         yield Path(folder)
 
@@ -67,7 +67,7 @@ def scratch() -> Iterator[Path]:
 
 
 def curate() -> dict[str, Any]:
-    """The demo's curation: MB of HTML per CPU second of all processes, the driver's share, copies of the text, the second run."""
+    """Run the demo's curation: MB of HTML per CPU second of all processes, the driver's share, copies of the text, the second run."""
     from puna.storage import Store
 
     with scratch() as folder:
@@ -88,12 +88,12 @@ def curate() -> dict[str, Any]:
 
 
 def cpu(cost: dict[str, float]) -> float:
-    """CPU seconds of all processes."""
+    """Return the CPU seconds of all processes."""
     return cost["driver_cpu_s"] + cost["workers_cpu_s"]
 
 
 def text_copies(store: Any) -> float:
-    """Bytes of text that the documents of a store take, over those of its last documents."""
+    """Return the bytes of text of all documents artifacts in a store, over those of the last one."""
     found = [a for a in store.artifacts() if a.kind == "documents"]
     final = sum(len(t.encode()) for b in found[-1].batches(columns=["text"]) for t in b["text"].to_pylist())
     own = sum(len(t.encode()) for a in found for shard in a.shards() if shard.rows and shard.stored[0] is not None
@@ -102,7 +102,7 @@ def text_copies(store: Any) -> float:
 
 
 def demo() -> dict[str, Any]:
-    """Seconds to find the whole demo again, in the store that `--demo` names (where it ran before, with this code)."""
+    """Return the seconds to reuse the whole demo in the store `--demo`, where it ran before with the same code."""
     words = ("pipeline", "--recipe", "demo", *inputs(ASKED.sample))
     puna(ASKED.demo, *words)
     made, cost = puna(ASKED.demo, *words)
@@ -115,7 +115,7 @@ def demo() -> dict[str, Any]:
 
 
 def driver() -> dict[str, Any]:
-    """Curation of `--documents` short documents (recipe `clean`): the driver's share of CPU time and its peak memory."""
+    """Curate `--documents` short documents (recipe `clean`): the driver's share of CPU time and its peak memory."""
     import store_corpus
 
     with scratch() as folder:
@@ -130,7 +130,7 @@ def driver() -> dict[str, Any]:
 
 
 def sizes() -> dict[str, Any]:
-    """Curation of webs of `--gigabytes` made from the real pages in `--data` (see `store_sizes.py`)."""
+    """Curate webs of `--gigabytes` made from the real pages in `--data` (see `store_sizes.py`)."""
     import store_sizes
 
     with contextlib.nullcontext(ASKED.scratch) if ASKED.scratch else scratch() as folder:
@@ -138,7 +138,7 @@ def sizes() -> dict[str, Any]:
 
 
 def minhash() -> dict[str, Any]:
-    """Near-duplicates as a stage, beside datatrove's four."""
+    """Measure near-duplicate removal as a stage, compared with datatrove's four stages."""
     import curation_minhash
     import peers
 
@@ -149,14 +149,14 @@ def minhash() -> dict[str, Any]:
 
 
 def lines() -> dict[str, Any]:
-    """Line dedup as a stage, and alone."""
+    """Measure line deduplication as a stage, and alone."""
     import curation_line_dedup
 
     return curation_line_dedup.figures()
 
 
 def connect() -> dict[str, Any]:
-    """Seconds to open the catalog of a store of `--artifacts`, when most of it was opened before."""
+    """Return the seconds to open the catalog of a store of `--artifacts`, most of which was opened before."""
     import pyarrow as pa
 
     from puna.storage import Store, catalog
@@ -164,7 +164,7 @@ def connect() -> dict[str, Any]:
     with scratch() as folder:
         store = Store.open(folder)
         row = {"task": "t", "split": "train", "messages": "[]", "tools": None, "reference": None, "verifier": None}
-        with mock.patch("os.fsync", lambda descriptor: None):  # the artifacts need not outlive a loss of power
+        with mock.patch("os.fsync", lambda descriptor: None):  # the artifacts need not survive a power failure
             for number in range(ASKED.artifacts):
                 types = {name: pa.array([value], pa.string()) for name, value in row.items()}
                 store.import_table("prompts", pa.table({"id": [f"{number}"], **types}))
@@ -182,7 +182,7 @@ def connect() -> dict[str, Any]:
 
 
 def same() -> dict[str, Any]:
-    """Whether a curation of a part of the sample has equal keys and digests on every executor, and on an S3 that fails."""
+    """Compare a curation of part of the sample on every executor and on a failing S3: equal keys and digests."""
     import store_same
 
     return store_same.figures(puna, inputs(ASKED.sample, ASKED.same_files), scratch, ASKED.same_recipe)
@@ -192,7 +192,7 @@ def same() -> dict[str, Any]:
 
 
 def flips() -> dict[str, Any]:
-    """How many flips of a bit in what a killed run left end in a committed artifact of other content."""
+    """Count flipped bits in a killed run's files after which the resumed run commits an artifact with different content."""
     import numpy as np
     import store_corpus
 
@@ -220,14 +220,14 @@ def flips() -> dict[str, Any]:
 
 
 def flip(file: Path, generator: Any) -> None:
-    """Turn one bit of a file over."""
+    """Flip one bit of a file."""
     data = bytearray(file.read_bytes())
     data[int(generator.integers(len(data)))] ^= 1 << int(generator.integers(8))
     file.write_bytes(bytes(data))
 
 
 def stopped(original: Callable[[Any], Any], shards: int) -> Callable[[Any], Any]:
-    """A function that is stopped at the shard after so many."""
+    """Return a function that raises an error after `shards` shards."""
     left = iter(range(shards))
 
     def failing(task: Any) -> Any:
@@ -239,7 +239,7 @@ def stopped(original: Callable[[Any], Any], shards: int) -> Callable[[Any], Any]
 
 
 def states() -> dict[str, Any]:
-    """How many training states with a flipped bit are loaded."""
+    """Count training states with a flipped bit that are loaded nevertheless."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Made-up documents for the store's figures, as many as one likes: English words in lines, near-duplicates, lines that repeat."""
+"""Any number of generated documents for the store's figures: English words in lines, near-duplicates, repeated lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ REPEATED = "All rights reserved, see the terms of use and the notes about this s
 
 
 def tables(count: int, lines: int, seed: int = 0) -> Iterator[pa.Table]:
-    """`url` and `text` of so many documents, in batches. Every tenth is a near-duplicate, every twentieth has another one's address."""
+    """Yield tables of `url` and `text` for `count` documents. Every tenth is a near-duplicate, every twentieth has the address of another
+    one."""
     vocabulary = pa.array(WORDS)
     for first in range(0, count, BATCH):
         generator = np.random.default_rng((seed, first))
@@ -49,7 +50,7 @@ def tables(count: int, lines: int, seed: int = 0) -> Iterator[pa.Table]:
 
 
 def write(folder: Path, count: int, lines: int, files: int = 8) -> int:
-    """Parquet files of so many documents, for `ingest`; returns the bytes of their texts."""
+    """Write `count` documents as Parquet files for `ingest`; return the bytes of their texts."""
     folder.mkdir(parents=True)
     size, writers = 0, []
     for number, table in enumerate(tables(count, lines)):
@@ -63,7 +64,7 @@ def write(folder: Path, count: int, lines: int, files: int = 8) -> int:
 
 
 def made_up(store: Store, count: int, lines: int = 12) -> Artifact:
-    """The same as documents of a store."""
+    """Return `count` generated documents as an artifact."""
     table = pa.concat_tables(tables(count, lines)).combine_chunks()
     ids = [hashlib.md5(str(n).encode()).hexdigest() for n in range(count)]
     more = {"id": ids, "fetched_at": [datetime(2026, 1, 1, tzinfo=UTC)] * count, "source": ["web"] * count,
@@ -74,7 +75,7 @@ def made_up(store: Store, count: int, lines: int = 12) -> Artifact:
 
 
 def chain(store: Store, documents: Artifact, executor: Any) -> list[Artifact]:
-    """Filters and deduplication, one after another."""
+    """Run filters and deduplication one after another; return the artifacts."""
     from puna.stages.contract import execute
     from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
     from puna.stages.curate.minhash_dedup import MinhashDedupConfig, minhash_dedup

@@ -1,4 +1,4 @@
-"""Curation on every executor and kind of store: keys and digests of all artifacts, compared."""
+"""Curation on every executor and kind of store: comparison of keys and digests of all artifacts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.storage.fault_proxy import FaultProxy
 
 
 def figures(puna: Callable[..., Any], inputs: list[str], scratch: Callable[[], Any], recipe: str) -> dict[str, Any]:
-    """`same_bytes`: 1 where all are equal; `same_NAME`: whether this one is that of one process."""
+    """Return `same_bytes`: 1 if all are equal; `same_NAME`: 1 if this executor's or store's results equal those of one process."""
     words = ("curate", "--recipe", recipe, *inputs)
     ways: dict[str, tuple[str, ...]] = {f"{n}_processes": ("--workers", str(n)) for n in (1, 2, 4)}
     ways["dask_3_one_killed"] = ("--executor", "dask", "--workers", "3")
@@ -49,7 +49,7 @@ def _content(made: list[dict[str, Any]]) -> list[Any]:
 
 
 def _on_s3(puna: Callable[..., Any], words: tuple[str, ...], folder: Path) -> tuple[list[Any], dict[str, int]]:
-    """The same on a server of the protocol of S3, 2 % of whose answers fail."""
+    """Run the same on an S3 server that fails 2 % of its requests."""
     import boto3
 
     port, bucket = 5000 + os.getpid() % 1000, f"puna-{uuid.uuid4().hex}"
@@ -69,7 +69,7 @@ def _on_s3(puna: Callable[..., Any], words: tuple[str, ...], folder: Path) -> tu
 
 
 def _patiently(ask: Callable[[], Any]) -> None:
-    """Until the server listens."""
+    """Repeat a request until the server listens."""
     from botocore.exceptions import BotoCoreError
 
     for _ in range(60):
@@ -82,7 +82,7 @@ def _patiently(ask: Callable[[], Any]) -> None:
 
 
 class _Killer:
-    """Kills one of so many workers of the process that is started next, in the middle of its work."""
+    """A killer of up to `count` workers of the next process started, in the middle of their work."""
 
     def __init__(self, workers: int) -> None:
         self._workers, self._killed = workers, 0
@@ -93,14 +93,14 @@ class _Killer:
     def _watch(self) -> None:
         while not self._done.wait(0.2):
             below = [p for p in psutil.Process().children(recursive=True) if _is_worker(p)]
-            busy = [p for p in below if sum(p.cpu_times()[:2]) > 8.0]  # loaded, and computing
+            busy = [p for p in below if sum(p.cpu_times()[:2]) > 8.0]  # a worker that has loaded its code and is computing
             if len(below) >= self._workers and busy:
                 busy[0].kill()
                 self._killed = 1
                 return
 
     def ended(self) -> int:
-        """How many were killed."""
+        """Return the number of killed workers."""
         self._done.set()
         self._thread.join()
         return self._killed

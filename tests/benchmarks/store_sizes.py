@@ -1,11 +1,11 @@
-"""Curation by size: CPU seconds a gigabyte of HTML, memory and disk at most; kills in the largest run; equal bytes on clusters of workers.
+"""Curation by size: CPU seconds per gigabyte of HTML, peak memory and disk; kills in the largest run; equal bytes on clusters of workers.
 
-Every size is one `puna run curate --recipe clean` over a web of its own (`store_web.py`), whose files exist only while they are read. In
-the largest run the driver is killed while it reads its inputs, and a worker while it extracts; the run goes on. Each size is
+Each size is one `puna run curate --recipe clean` over a separate web (`store_web.py`), whose files exist only while they are read. In the
+largest run, the driver is killed while it reads its inputs, and a worker while it extracts; the run then continues. Each size is
 `size_N_gb_…`; `memory_growth` and `seconds_per_gb_growth` compare the largest with the smallest of at least `FROM_GB`: the larger growth of
-driver and worker in resident memory, and CPU seconds of all processes a gigabyte, those of killed processes among them. CPU seconds are
-sampled every second: load does not stretch them as it does the clock. `sizes_same_NAME`: 1 where an executor gives the keys and digests
-of local processes. Stores and results stay in the folder, so that an interrupted benchmark goes on.
+resident memory of driver and worker, and CPU seconds per gigabyte of all processes, including killed ones. CPU seconds are sampled every
+second: unlike wall time, they do not grow with the machine's load. `sizes_same_NAME`: 1 if an executor gives the keys and digests of local
+processes. Stores and results stay in the folder, so that an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[2]
 FROM_GB = 5.0
 SAMPLE_SECONDS = 1.0
 DISK_SECONDS = 20.0
-BUSY_SECONDS = 8  # of CPU: a worker that is killed has loaded and computes
+BUSY_SECONDS = 8  # CPU seconds after which a worker has loaded its code and computes, and may be killed
 
 
 @dataclass(eq=False)
 class Watch:
-    """CPU seconds, resident memory and disk of a process and all processes below it, sampled; `kills`: what is killed, driver or worker."""
+    """A sampler of CPU seconds, resident memory and disk of a process and all its descendants; `kills`: which to kill, driver or worker."""
 
     folder: Path
     kills: list[str]
@@ -46,7 +46,7 @@ class Watch:
     _looked: float = 0.0
 
     def until_end(self, process: subprocess.Popen[bytes]) -> int:
-        """Sample until the process ends, and return its status."""
+        """Sample until the process ends; return its exit status."""
         driver, started = psutil.Process(process.pid), time.monotonic()
         while (status := process.poll()) is None:
             with contextlib.suppress(psutil.Error):
@@ -67,7 +67,7 @@ class Watch:
             self.peaks[role] = max(self.peaks.get(role, 0.0), peak)
 
     def _kill(self, driver: psutil.Process, workers: list[psutil.Process], seconds: float) -> None:
-        """Kill the driver when some of the inputs are read, a worker when the pages are written."""
+        """Kill the driver once some of the inputs are read, a worker once the pages are written."""
         if "driver" in self.kills and len(list(self.folder.glob("store/work/**/*.runs"))) >= 3:
             self.kills.remove("driver")
             self.killed["driver"] = seconds
@@ -94,7 +94,7 @@ def _bytes(folder: Path) -> float:
 
 
 def curated(folder: Path, gigabytes: float, data: Path, kills: list[str], *options: str) -> tuple[dict[str, Any], list[Any]]:
-    """Curate a web of this size in a store in `folder`; return its costs, and key and digest of every artifact."""
+    """Curate a web of this size in a store in `folder`; return the costs, and key and digest of every artifact."""
     web = Web.of(data, int(gigabytes * 1e9), folder / "web")
     web.folder.mkdir(parents=True, exist_ok=True)
     watch = Watch(folder, kills)
@@ -127,7 +127,8 @@ def curated(folder: Path, gigabytes: float, data: Path, kills: list[str], *optio
 
 
 def figures(folder: Path, sizes: list[float], data: Path, same_at: float | None) -> dict[str, Any]:
-    """See the module. `same_at`: gigabytes of the web that Dask and Ray curate as well, with two workers each."""
+    """Return the figures that the module describes. `same_at`: gigabytes of the web that Dask and Ray also curate, with two workers
+    each."""
     results: dict[float, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     for gigabytes in sorted(sizes):
@@ -147,7 +148,7 @@ def figures(folder: Path, sizes: list[float], data: Path, same_at: float | None)
 
 
 def _size(folder: Path, gigabytes: float, data: Path, kills: list[str], *options: str) -> tuple[dict[str, Any], list[Any]]:
-    """Return the result of one run, from an earlier attempt if that ended; its store goes, its log stays."""
+    """Return the result of one run, from an earlier attempt if that has ended. Its store is removed, its log stays."""
     result = folder / "result.json"
     if not result.exists():
         folder.mkdir(parents=True, exist_ok=True)

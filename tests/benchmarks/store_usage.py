@@ -1,10 +1,10 @@
-"""Runs `puna` in this process and says on the last line of standard error what it cost.
+"""Runs `puna` in this process and prints its cost on the last line of standard error.
 
     python tests/benchmarks/store_usage.py [--stages] run curate --recipe demo …
 
-`driver_cpu_s`: CPU seconds of this process, imports included; `workers_cpu_s`: of its children; `peak_mb`: resident memory of
-this process and of the largest child, at most; `code`: which `puna` ran. `--stages`: before it, a line for each stage, and for what lies between and behind
-them (the report above all), with the CPU seconds of this process and its resident memory: before, and at most (Linux).
+`driver_cpu_s`: CPU seconds of this process, imports included; `workers_cpu_s`: of its children; `peak_mb`: peak resident memory of this
+process and of the largest child; `code`: the path of the `puna` that ran. `--stages`: first prints a line for each stage, and for the time
+between and after stages (mainly the report), with CPU seconds of this process and its resident memory: before, and at its peak (Linux).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 
 class Watch:
-    """What this process costs, piece by piece."""
+    """A recorder of this process's cost by section."""
 
     def __init__(self) -> None:
         self.peak = 0.0
         self._begin()
 
     def _begin(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew from here on
+        Path("/proc/self/clear_refs").write_text("5")  # this resets the process's peak memory
         self._before, self._cpu = _resident("VmRSS"), time.process_time()
 
     def lap(self, name: str) -> None:
-        """Tell what there was since the lap before."""
+        """Print the cost since the previous call."""
         peak = _resident("VmHWM")
         self.peak = max(self.peak, peak)
         found = {"stage": name, "cpu_s": time.process_time() - self._cpu, "before_mb": self._before, "peak_mb": peak}
@@ -40,7 +40,7 @@ class Watch:
         self._begin()
 
     def around(self, function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
-        """`function` as a lap of its own, which `name` names by its arguments."""
+        """Return `function` measured as a separate section, which `name` names from the arguments."""
 
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def _resident(what: str) -> float:
 
 
 def main() -> None:
-    """Run and tell."""
+    """Run the command and print its cost."""
     watch = None
     if "--stages" in sys.argv:
         sys.argv.remove("--stages")
@@ -79,7 +79,7 @@ def main() -> None:
     except SystemExit as ended:
         status = int(ended.code or 0) if isinstance(ended.code, int) or ended.code is None else 1
     own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    # On Linux ru_maxrss begins as that of the process that started this one: a benchmark that has just written a corpus.
+    # On Linux ru_maxrss starts at the value of the parent process: a benchmark that has just written a corpus.
     peak = _resident("VmHWM") if sys.platform == "linux" else own.ru_maxrss / 1024
     if watch is not None:
         watch.lap("-")

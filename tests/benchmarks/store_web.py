@@ -1,9 +1,9 @@
-"""A web of any size made from real pages, served by HTTP as WARC files that exist only while they are read.
+"""A web of any size made from real pages, served over HTTP as WARC files that exist only while they are read.
 
-A page of the web is a real page (`web_*/*.tar.zst` of a folder of annotated pages) whose runs of text of eight words and more hold the
-page's own words in another order. Languages, frequent words, menus, mark-up and lengths are those of real pages, and the text of each
-page is its own. Small pages are grown by other pages' scripts and styles to the size of a page of the web. One page in twenty is a copy
-at another address, one in fifty comes twice from one address.
+A generated page is a real page (`web_*/*.tar.zst` of a folder of annotated pages) in which the words of each run of text of at least eight
+words are shuffled. Languages, word frequencies, menus, markup and lengths are those of real pages, and each page's text is distinct. Small
+pages are enlarged with other pages' scripts and styles to the usual size of a web page. One page in twenty is a copy at another address,
+one in fifty occurs twice at one address.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tests.benchmarks.corpus import TEXT
 SETS = ("web_wcxb_dev/dev_html", "web_trafilatura/pages", "web_readability/test-pages", "web_newspaper/newspaper_goose", "web_recipes/recipes")
 PAGE_BYTES = 150_000
 OWN_BYTES = 20_000, 250_000
-"""Sizes of the real pages that are used; the others are stubs, or few pages would be most of the bytes."""
-PART_BYTES = 192 << 20  # of HTML in a WARC file
-RUN_WORDS = 8  # a shorter run of text is a menu's or a label
+"""Sizes in bytes of the real pages that are used; smaller ones are stubs, and a few larger ones would be most of the bytes."""
+PART_BYTES = 192 << 20  # bytes of HTML per WARC file
+RUN_WORDS = 8  # minimum words of a run; shorter runs are menus or labels
 FILLER = re.compile(rb"<(script|style)\b(?![^>]*ld\+json)[^>]*>.*?</\1\s*>", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Bytes and their deflate blocks, which may follow any others."""
+    """Compressed bytes as deflate blocks that may follow any others."""
 
     raw: bytes
     blocks: bytes
@@ -51,12 +51,12 @@ class Packed:
 
 @dataclass(frozen=True)
 class Model:
-    """A real page: what precedes its text, pieces of which every second one is a run of text, and what follows."""
+    """A real page: the HTML before its text, pieces alternating between markup and runs of text, and the HTML after it."""
 
     head: Packed
     pieces: list[bytes]
     words: Any  # the inner words of all runs, in order
-    ends: list[tuple[bytes, int, bytes]]  # of each run: first word, number of inner words, last word
+    ends: list[tuple[bytes, int, bytes]]  # for each run: first word, number of inner words, last word
     tail: Packed
 
     @classmethod
@@ -76,7 +76,7 @@ class Model:
         return cls(Packed.of(pieces[0]), pieces[1:], np.array(words, object), ends, Packed.of(bytes(markup)))
 
     def text(self, seed: int) -> bytes:
-        """Return the stretch between head and tail, its words in the order of a seed."""
+        """Return the part between head and tail, with its words shuffled by a seed."""
         words = self.words[np.random.default_rng(seed).permutation(len(self.words))].tolist()
         at, out = 0, []
         for number, (first, inner, last) in enumerate(self.ends):
@@ -89,9 +89,9 @@ class Model:
 
 @dataclass(eq=False)
 class Web:
-    """WARC files of `size` bytes of HTML in all, written to `folder` when they are asked for. See the module.
+    """WARC files with `size` bytes of HTML in total, written to `folder` on request (see the module).
 
-    A file is removed after its second whole reading: `puna` reads inputs once for their digests and once for their pages.
+    A file is removed after it was read completely for the second time: `puna` reads inputs once for their digests and once for their pages.
     """
 
     size: int
@@ -123,11 +123,11 @@ class Web:
         return self.folder / f"web-{part:05d}.warc.gz"
 
     def again(self) -> None:
-        """Count readings anew: a run that starts again takes digests again."""
+        """Reset the counts of readings, because a restarted run computes its inputs' digests again."""
         self.readings.clear()
 
     def part(self, part: int) -> Path:
-        """Return a part's file, written now if it is not there."""
+        """Return the file of a part; write it if it does not exist."""
         with self._locks.setdefault(part, threading.Lock()):
             if not self.path(part).exists():
                 started = time.thread_time()
@@ -141,7 +141,7 @@ class Web:
         return self.path(part)
 
     def read(self, part: int) -> None:
-        """Count a whole reading; the second removes the file."""
+        """Count a complete reading; the second one removes the file."""
         self.readings[part] = self.readings.get(part, 0) + 1
         if self.readings[part] == 2:
             self.path(part).unlink(missing_ok=True)
@@ -153,7 +153,7 @@ class Web:
         while left > 0:
             which, seed = chance.randrange(len(self.models)), chance.getrandbits(48)
             copies = 2 if chance.random() < 0.05 else 1
-            same_address = chance.random() < 0.4  # of the copies
+            same_address = chance.random() < 0.4  # the share of copies that have the original's address
             body = self._body(which, seed, chance)
             for copy in range(copies):
                 address = f"http://site{which}.org/{part}/{number - (copy and same_address)}"
@@ -181,7 +181,7 @@ def _pages(data: Path) -> Iterator[bytes]:
 
 
 def _record(address: str, number: int, body: list[Packed]) -> bytes:
-    """Return one gzip member: a response record."""
+    """Return a response record as one gzip member."""
     size = sum(len(one.raw) for one in body)
     http = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {size}\r\n\r\n"
     name = hashlib.md5(f"{address} {number}".encode()).hexdigest()
@@ -201,7 +201,7 @@ def _record(address: str, number: int, body: list[Packed]) -> bytes:
 
 @contextlib.contextmanager
 def served(web: Web) -> Iterator[list[str]]:
-    """Serve a web on this machine; the addresses of its files."""
+    """Serve a web on this machine; yield the addresses of its files."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -211,7 +211,7 @@ def served(web: Web) -> Iterator[list[str]]:
 
         def do_GET(self) -> None:
             size, span = self._size(), re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            if span is None:  # someone looks whether the file is there, and hangs up
+            if span is None:  # a client that only checks whether the file exists
                 self.close_connection = True
                 self._head(200, size)
                 return
@@ -219,7 +219,7 @@ def served(web: Web) -> Iterator[list[str]]:
             with web.part(self._part()).open("rb") as file:
                 file.seek(low)
                 data = file.read(high + 1 - low)
-            with contextlib.suppress(ConnectionError):  # a reader may be killed
+            with contextlib.suppress(ConnectionError):  # a reader may have been killed
                 self._head(206, len(data), ("Content-Range", f"bytes {low}-{high}/{size}"))
                 self.wfile.write(data)
             if high == size - 1:
@@ -229,7 +229,7 @@ def served(web: Web) -> Iterator[list[str]]:
             return int(re.findall(r"\d+", self.path)[-1])
 
         def _size(self) -> int:
-            # The size of a part that is gone is known: nothing is written for a look at it.
+            # The size of a removed part is known, so a size request does not write the part again.
             return web.sizes.get(self._part()) or web.part(self._part()).stat().st_size
 
         def _head(self, status: int, size: int, *more: tuple[str, str]) -> None:

@@ -1,12 +1,11 @@
-"""Trains the extractor's model: `python -m tests.benchmarks.train_extraction PAGES TRUTH [PAGES TRUTH ...] OUT`.
+"""Training of the extractor's model: `python -m tests.benchmarks.train_extraction PAGES TRUTH [PAGES TRUTH ...] OUT`.
 
-PAGES holds `ID.html`; TRUTH is JSON lines (zstd or not) with file_id, url, `_internal.page_type.primary` and
-`ground_truth.main_content`, as the development part of WCXB has; where that is null, the snippets `ground_truth.with` and
-`ground_truth.without` label the blocks that hold them. OUT is the weights file. Needs
-`lightgbm` and PyTorch.
+PAGES holds `ID.html`; TRUTH is JSON lines (optionally zstd) with file_id, url, `_internal.page_type.primary` and
+`ground_truth.main_content`, as in WCXB's development part; if the content is null, the snippets `ground_truth.with` and
+`ground_truth.without` label the blocks that contain them. OUT is the weights file. Needs `lightgbm` and PyTorch.
 
-Pages are split by domain: what a model feeds to the next is always made by models that did not see the page, and the
-printed F1 is of such pages. The weights written are of models that saw all.
+Pages are split by domain: scores that one model passes to the next always come from models that did not see the page, and the printed F1 is
+on such pages. The written weights are those of models trained on all pages.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from tests.benchmarks.extraction_labels import label
 from tests.benchmarks.train_network import fit_network
 
 FOLDS = 4
-ROWS_PER_PAGE = 300  # blocks of a page that training sees; the others' weight goes to these
-FURTHER = 0.5  # weight of a page of the second set and those after it: they have other notions of what is content
-EXACT = ("network.mean", "network.scale")  # in fp32; the network's other numbers are rounded to fp16
-SNIPPETS = 0.5  # weight of a page that snippets label, beside one that is labelled whole
+ROWS_PER_PAGE = 300  # maximum blocks per page in training; the weight of left-out blocks is added to these
+FURTHER = 0.5  # weight of pages of the second and later sets, whose definitions of content differ
+EXACT = ("network.mean", "network.scale")  # kept in fp32; the network's other numbers are rounded to fp16
+SNIPPETS = 0.5  # weight of a page labelled by snippets, relative to a fully labelled page
 ROUNDS = 250
 OPTIONS: dict[str, Any] = {
     "objective": "cross_entropy", "num_leaves": 31, "learning_rate": 0.08, "feature_fraction": 0.25, "bagging_fraction": 0.7,
@@ -62,8 +61,8 @@ OPTIONS: dict[str, Any] = {
 
 
 class Page(NamedTuple):
-    """A labelled page: `shares` [blocks] of words that are content, which of them are `known`; `weight` in training. `truth`: None where
-    snippets tell."""
+    """A labelled page. `shares` [blocks]: share of words that are content; `known`: which of them are known; `weight`: in training.
+    `truth`: None if snippets are the labels."""
 
     file: str
     scan: Scan
@@ -76,7 +75,7 @@ class Page(NamedTuple):
 
 
 def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
-    """Return the labelled pages that have blocks, of a weight in training."""
+    """Return the labelled pages that have blocks. `weight`: their weight in training."""
     from resiliparse.parse.html import HTMLTree
 
     pages = []
@@ -87,7 +86,7 @@ def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
         page = read_page(HTMLTree.parse(decode(file.read_bytes(), None, html=True)))
         if not len(page.blocks):
             continue
-        page = Scan._make(array.copy() for array in page._replace(html=page.html[:0]))  # less than the buffers they are cut from
+        page = Scan._make(array.copy() for array in page._replace(html=page.html[:0]))  # copies need less memory than the buffers that they come from
         truth = row["ground_truth"]
         wanted = truth.get("main_content", "")
         if wanted is None:
@@ -140,12 +139,12 @@ def _rows(truth: Path) -> list[dict[str, Any]]:
 
 
 def page_digest(body: bytes) -> str:
-    """Return 16 hex digits by which the weights know a page that they have seen."""
+    """Return 16 hex digits by which the weights identify the pages that they were trained on."""
     return hashlib.blake2b(body, digest_size=8).hexdigest()
 
 
 def word_f1(text: str, truth: str) -> float:
-    """Return F1 of bags of words, letters in either case; 1 where both are empty."""
+    """Return the F1 of bags of words, ignoring case; 1 if both are empty."""
     results, wanted = (Counter(re.findall(r"\w+", t.lower())) for t in (text, truth))
     if not results or not wanted:
         return float(not results and not wanted)
@@ -153,14 +152,14 @@ def word_f1(text: str, truth: str) -> float:
 
 
 class Bags(NamedTuple):
-    """Rows of bucket numbers, one after the other."""
+    """Rows of bucket numbers, concatenated."""
 
     starts: NDArray[np.int64]
     buckets: NDArray[np.int32]
 
 
 def bags(rows: list[NDArray[Any]]) -> Bags:
-    """Return rows as one array."""
+    """Return the rows concatenated."""
     return Bags(np.append(0, np.cumsum([len(row) for row in rows])), np.concatenate(rows).astype(np.int32))
 
 
@@ -169,7 +168,7 @@ def _bucket(words: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def class_bags(page: Scan) -> list[NDArray[np.int32]]:
-    """Return buckets of the tags and class words of each block's elements, up to the root."""
+    """Return, for each block, the buckets of the tags and class words of its elements up to the root."""
     elements, tokens = page.elements, _bucket(page.tokens)
     stops = np.append(elements[1:, L.TOKENS], len(tokens))
     paths: dict[int, NDArray[np.int32]] = {-1: np.zeros(0, np.int32)}
@@ -181,7 +180,7 @@ def class_bags(page: Scan) -> list[NDArray[np.int32]]:
 
 
 def text_bags(page: Scan) -> list[NDArray[np.int64]]:
-    """Return buckets of each block's distinct words."""
+    """Return, for each block, the buckets of its distinct words."""
     stops = page.blocks[:, L.HASHES]
     buckets = _bucket(page.hashes)
     return [np.unique(buckets[a:b]) for a, b in zip(np.append(0, stops[:-1]), stops, strict=True)]
@@ -191,7 +190,7 @@ def text_bags(page: Scan) -> list[NDArray[np.int64]]:
 def fit_logistic(
     data: Bags, chosen: NDArray[np.int64], y: NDArray[np.float32], w: NDArray[np.float32], size: int, epochs: int, l2: float
 ) -> tuple[NDArray[np.float32], float]:
-    """Return weights [size] and bias of a logistic regression over the chosen bags, by AdaGrad (rate 0.05)."""
+    """Return the weights [size] and bias of a logistic regression over the chosen bags, trained with AdaGrad (rate 0.05)."""
     weights, squares, bias = np.zeros(size, np.float32), np.full(size, np.float32(1e-3), np.float32), 0.0
     np.random.seed(0)
     for _ in range(epochs):
@@ -210,7 +209,7 @@ def fit_logistic(
 
 
 class Corpus(NamedTuple):
-    """All blocks of all pages: page, fold, label, weight in training of each (0: not known); bags of words of blocks and pages."""
+    """All blocks of all pages: page, fold, label and training weight of each (0: label not known); bags of words of blocks and pages."""
 
     pages: list[Page]
     page: NDArray[np.int64]
@@ -223,7 +222,7 @@ class Corpus(NamedTuple):
 
 
 def corpus(pages: list[Page]) -> Corpus:
-    """Return the pages' blocks; every page has its weight, its known blocks by a root of their words."""
+    """Return the pages' blocks; a page's weight is divided over its known blocks by the square root of their words."""
     counts = [len(page.shares) for page in pages]
     known = np.concatenate([page.known for page in pages])
     number = np.repeat(np.arange(len(pages)), counts)
@@ -247,7 +246,7 @@ def corpus(pages: list[Page]) -> Corpus:
 
 
 def fit_linear(data: Corpus, *without: int) -> Linear:
-    """Return the linear models of the pages outside some folds."""
+    """Return the linear models trained on the pages outside some folds."""
     rows = np.flatnonzero((data.weight > 0) & ~np.isin(data.fold, without))
     heads = np.array([n for n, page in enumerate(data.pages) if page.fold not in without and page.truth is not None])
     weight = np.minimum(data.weight, 10)
@@ -260,7 +259,7 @@ def fit_linear(data: Corpus, *without: int) -> Linear:
 
 
 def fit_models(rows: NDArray[np.float32], data: Corpus, without: int | None) -> tuple[Trees, Network]:
-    """Return the boosted trees and the network of all pages, or of the pages outside a fold."""
+    """Return the boosted trees and the network trained on all pages, or on the pages outside a fold."""
     inside = data.fold != (-1 if without is None else without)
     return _fitted(rows[:, :SEEN], data.label, data.weight * inside, OPTIONS, ROUNDS), fit_network(rows, data, without)
 
@@ -296,7 +295,7 @@ def as_arrays(structures: list[dict[str, Any]]) -> Trees:
 
 
 def all_rows(data: Corpus, *without: int) -> NDArray[np.float32]:
-    """Return the features of every block, each page scored by linear models that saw neither it nor the folds `without`."""
+    """Return the features of every block, each page scored by linear models trained neither on it nor on the folds `without`."""
     rows = np.empty((len(data.page), COLUMNS), np.float32)
     for fold in range(FOLDS):
         linear = fit_linear(data, fold, *without)
@@ -307,7 +306,7 @@ def all_rows(data: Corpus, *without: int) -> NDArray[np.float32]:
 
 
 def unseen_texts(data: Corpus, fold: int) -> dict[str, str]:
-    """Return texts of a fold's pages, by file. Neither the trees nor the linear models whose scores train them saw the fold."""
+    """Return the texts of a fold's pages, by file. Neither the trees nor the linear models whose scores train them saw the fold."""
     rows = all_rows(data, fold)
     trees, network = fit_models(rows, data, fold)
     nodes = splits(trees)
@@ -332,7 +331,7 @@ def unseen_f1(data: Corpus) -> dict[str, float]:
 
 
 def weights(data: Corpus, rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    """Return the weights file's arrays, of models that saw all pages."""
+    """Return the arrays of the weights file, from models trained on all pages."""
     result: dict[str, NDArray[Any]] = {name: values.astype(np.float16) for name, values in fit_linear(data)._asdict().items()}
     trees, network = fit_models(rows, data, None)
     for prefix, arrays in (("trees", trees), ("network", network)):

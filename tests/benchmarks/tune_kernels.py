@@ -1,11 +1,11 @@
-"""Time the configurations of the Triton kernels on the GPU at hand, and write the best into `configurations.json`.
+"""A search for the fastest configurations of the Triton kernels on the present GPU, which writes them into `configurations.json`.
 
     python -m tests.benchmarks.tune_kernels                    # prints what it would change
     python -m tests.benchmarks.tune_kernels --write            # and writes it, each row with the GPU's name, torch's and Triton's version
-    python -m tests.benchmarks.tune_kernels --only attention   # the kernels whose name begins so
+    python -m tests.benchmarks.tune_kernels --only attention   # only kernels whose name begins with this
 
-A configuration that does not compile or takes more shared memory than there is is told and passed over; so is one whose
-results differ from those of the table's present one by more than rounding. Without a GPU there is nothing to time.
+A configuration is reported and skipped if it does not compile, needs more shared memory than available, or gives results that differ from
+those of the table's current configuration by more than rounding. A GPU is required.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from puna.kernels.grouped_linear import grouped_linear
 from puna.kernels.quantized_linear import quantize_rows, quantized_linear
 
 Run = Callable[[], tuple[Tensor, ...]]
-GAIN = 0.02  # a configuration that is faster by less is noise, and leaves the table alone
+GAIN = 0.02  # minimum relative gain: smaller differences are noise and do not change the table
 
 
 def candidates(place: Place) -> Iterator[Configuration]:
-    """The configurations that may be best for a place, whether or not they compile."""
+    """Yield the configurations that may be best for a place, whether or not they compile."""
     if place.fp32:
         yield from (Configuration(m, n, w, 1) for m, n, w in product((16, 32, 64), (16, 32, 64), (4, 8)))
         return
     if place.kernel.startswith("attention"):
         reading = (False, True) if place.capability >= 90 else (False,)
-        # Of compute capability 9.0 Triton 3.7 specialises no tile worth having: it aborts on others than 64 x 64.
+        # On compute capability 9.0, Triton 3.7 specialises no useful tile: it aborts on tiles other than 64 x 64.
         special = (False, True) if place.capability >= 100 and place.kernel == "attention_forward" else (False,)
         sizes = product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3), reading, special)
         tiles = (Configuration(m, n, w, s, 0, d, x) for m, n, w, s, d, x in sizes if d or not x)
@@ -53,15 +53,15 @@ def candidates(place: Place) -> Iterator[Configuration]:
 
 
 def _registers(place: Place, values: Configuration) -> float:
-    """Return the least registers of a thread's 255 that sums and scores take; a kernel that needs more is not compiled."""
+    """Return the minimum registers (of a thread's 255) for sums and scores; kernels that need more are not compiled."""
     own = 2 * values.columns if place.kernel == "attention_key_gradient" else values.rows
     scores = (1 if place.kernel == "attention_forward" else 2) * values.rows * values.columns
     return (own * place.width + scores) / (32 * values.warps)
 
 
 def _attention(place: Place, device: torch.device, tokens: int) -> Run:
-    """Heads of the place's width, grouped by four, over one document; a window sees a quarter of it."""
-    heads = max(4, min(4096, 2 * tokens) // max(place.width, 1))  # few where an interpreter computes few tokens
+    """Return a run of attention with heads of the place's width, grouped by four, over one document; a window covers a quarter of it."""
+    heads = max(4, min(4096, 2 * tokens) // max(place.width, 1))  # few heads, because an interpreter computes few tokens
     mask = ForestMask.from_end(torch.full((tokens,), tokens, dtype=torch.int32)).to(device)
     mask = mask.within(tokens // 4 if place.window else None)
     dtype = torch.float32 if place.fp32 or device.type == "cpu" else torch.bfloat16
@@ -69,7 +69,7 @@ def _attention(place: Place, device: torch.device, tokens: int) -> Run:
     if place.kernel == "attention_forward":
         return lambda: (attention(q.detach(), k.detach(), v.detach(), mask),)
     upstream = torch.randn(tokens, heads, place.width, device=device).to(dtype)
-    # The forward's time is in it for all configurations alike; its layout holds the gradients' blocks.
+    # The time includes the same forward pass for all configurations; its layout holds the gradients' blocks.
     return lambda: torch.autograd.grad(attention(q, k, v, mask), (q, k, v), upstream)
 
 
@@ -87,7 +87,7 @@ def _grouped(place: Place, device: torch.device, tokens: int) -> Run:
 
 
 def _scaled(place: Place, device: torch.device, tokens: int) -> Run:
-    """INT8, since FP8 has torch's own product."""
+    """Return a run of INT8 products; FP8 uses torch's own product."""
     width, inner = (4096, 14336) if tokens > 1024 else (64, 48)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x, w = (torch.randn(rows, width, device=device).to(dtype) for rows in (tokens, inner))
@@ -103,7 +103,7 @@ def work(place: Place, device: torch.device, tokens: int = 8192) -> Run:
 
 @contextmanager
 def tried(place: Place, values: Configuration) -> Iterator[None]:
-    """The table with other values in one place."""
+    """Use other values in one place of the table within the context."""
     table = configurations.table()
     before = table.get(place)
     table[place] = values, None
@@ -119,7 +119,7 @@ def tried(place: Place, values: Configuration) -> Iterator[None]:
 
 
 def milliseconds(run: Run, rounds: int = 10) -> float:
-    """The shortest of `rounds` calls on the GPU, after two that compile and warm up."""
+    """Return the shortest time of `rounds` calls on the GPU, after two calls that compile and warm up."""
     best = math.inf
     for number in range(rounds + 2):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -133,14 +133,14 @@ def milliseconds(run: Run, rounds: int = 10) -> float:
 
 
 def differs(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest difference, as a share of the largest number that is expected; NaN where a number is none."""
+    """Return the largest difference relative to the largest expected number; NaN if any number is NaN."""
     return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(ours, expected, strict=True))
 
 
 def best(
     place: Place, run: Run, timed: Callable[[Run], float] = milliseconds, among: Callable[[Place], Iterator[Configuration]] = candidates
 ) -> tuple[Configuration, float, float]:
-    """(the fastest configuration, its milliseconds, those of the table's present one). Says what became of each."""
+    """Return the fastest configuration, its milliseconds, and those of the table's current one. Print the result of each candidate."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources
 
@@ -153,7 +153,7 @@ def best(
             try:
                 off = differs(run(), expected)
                 taken = timed(run) if off < 0.02 else math.nan
-            except (CompilationError, OutOfResources, RuntimeError) as error:  # what Triton's passes raise has no type of its own
+            except (CompilationError, OutOfResources, RuntimeError) as error:  # Triton's passes raise no specific type of error
                 print(f"  {values}: {type(error).__name__}", flush=True)
                 continue
         print(f"  {values}: " + (f"{taken:.3f} ms" if off < 0.02 else f"WRONG by {off:.3g}"), flush=True)
@@ -163,13 +163,13 @@ def best(
 
 
 def places(capability: int, begins: str) -> list[Place]:
-    """The table's places as a GPU of this capability uses them, each under its own capability."""
+    """Return the table's places as a GPU of this capability uses them, with this capability in each."""
     older = (p for p in configurations.table() if p.capability <= capability and p.kernel.startswith(begins))
     return sorted({replace(p, capability=capability) for p in older}, key=lambda p: (p.kernel, p.fp32, p.width, p.window))
 
 
 def written(table: dict[Place, tuple[Configuration, str | None]]) -> str:
-    """Return a table as JSON, one row a line, so that a change is one line of a diff."""
+    """Return a table as JSON with one row per line, so that one change is one line of a diff."""
     rows = [vars(place) | vars(values) | {"machine": machine} for place, (values, machine) in table.items()]
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 

@@ -1,9 +1,9 @@
-"""Where words begin in scripts without spaces: learn it from ICU's dictionaries, or tell how well it agrees with them.
+"""Training of word boundaries in scripts without spaces from ICU's dictionaries, and the agreement with these.
 
-`PUNA_LANGUAGES_DATA=FOLDER python tests/benchmarks/word_breaks.py [--write]` needs the package icu4py. The texts are NTREX-128's
-first half and the Declaration of Human Rights in the scripts without spaces. Without `--write` every other document is learned from, and
-the rest tells the agreement: precision and recall of word beginnings, and of whole words. With it, all are, and
-`kernels/text/data/word_breaks.npz` is written.
+`PUNA_LANGUAGES_DATA=FOLDER python tests/benchmarks/word_breaks.py [--write]` needs the package icu4py. The texts are NTREX-128's first half
+and the Universal Declaration of Human Rights in the scripts without spaces. Without `--write`, the weights are trained on every other
+document and evaluated on the rest: precision and recall of word beginnings, and F1 of whole words. With `--write`, they are trained on all
+documents and written to `kernels/text/data/word_breaks.npz`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from languages import ntrex, rows  # noqa: E402
 
 LANGUAGES = ("zho", "yue", "jpn", "tha", "lao", "khm", "mya")
 PASSES, RATE = 4, 0.15
-MOST = 110  # of 127, so that rounding leaves room
+MOST = 110  # below 127, so that rounding cannot overflow
 
 
 def texts() -> dict[str, list[str]]:
-    """Language → documents. Burmese in the Zawgyi encoding is left out: ICU knows none."""
+    """Return language → documents. Burmese in the Zawgyi encoding is left out, because ICU does not support it."""
     from puna.models.languages.scripts import script
 
     found: dict[str, list[str]] = defaultdict(list)
@@ -42,7 +42,7 @@ def texts() -> dict[str, list[str]]:
 
 
 def labelled(text: str) -> tuple[Any, Any]:
-    """The places where a word may begin, and whether ICU begins one there."""
+    """Return the positions where a word may begin, and whether ICU begins a word there."""
     from icu4py.breakers import WordBreaker
 
     from puna.kernels.text.characters import ALPHABETIC, DECIMAL, SINGLE, WORD, code_points, tables
@@ -56,7 +56,7 @@ def labelled(text: str) -> tuple[Any, Any]:
 
 
 def bins_of(text: str, places: Any) -> Any:
-    """The bins of the features at some places of a text, int64[n, 13]."""
+    """Return the buckets of the features at the given positions of a text, int64[n, 13]."""
     from puna.kernels.text.characters import code_points, tables
     from puna.kernels.text.unspaced import FEATURES, features
 
@@ -67,7 +67,7 @@ def bins_of(text: str, places: Any) -> Any:
 
 
 def sample(documents: list[str]) -> tuple[Any, Any]:
-    """Bins and labels of all places, of the texts as they are and in canonical decomposition, where that is another text."""
+    """Return buckets and labels of all positions, in the texts and, if different, in their canonical decomposition."""
     bins, labels = [], []
     for text in documents:
         places, begins = labelled(text)
@@ -81,7 +81,7 @@ def sample(documents: list[str]) -> tuple[Any, Any]:
 
 
 def learn(bins: Any, labels: Any) -> Any:
-    """Weights of logistic regression by steps of one place at a time (AdaGrad), as int8."""
+    """Return the weights of a logistic regression trained with AdaGrad, one position per step, as int8."""
     from puna.kernels.cpu.numba_cache import njit
 
     @njit(cache=False)
@@ -109,7 +109,7 @@ def learn(bins: Any, labels: Any) -> Any:
 
 
 def agreement(weights: Any, documents: list[str]) -> dict[str, float]:
-    """Precision and recall of the boundaries, and F1 of whole words between two of them."""
+    """Return precision and recall of the boundaries, and F1 of whole words."""
     hits = begun = known = right = words = 0
     for text in documents:
         places, begins = labelled(text)

@@ -1,6 +1,7 @@
-"""A world with a planted taste: a tiny model that says any words, prompts whose verifier likes some of them, and a recipe.
+"""A setting with a planted preference: a tiny model that answers with random words, prompts whose verifier prefers some words, and a
+recipe.
 
-The taste is known to the verifier alone: preferences show it, answers are scored by it, and nothing else tells of it.
+Only the verifier knows the preference: it produces the preference pairs and scores the answers.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ WORDS = 4
 
 @register
 class Planted(BoundedVerifier):
-    """The share of sweet words in an answer of four words; more words, and fewer, count as words that are not sweet."""
+    """The share of sweet words in an answer of four words; missing and surplus words count as not sweet."""
 
     name: ClassVar[str] = "planted"
 
     def score(self, question: Question, answer: str) -> Score:
-        """0 to 1."""
+        """Return a score from 0 to 1."""
         words = answer.split()
         return Score(sum(word in SWEET for word in words) / max(WORDS, len(words)))
 
 
 class PlantedConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of a planted model."""
 
 
 @stage(kind="model", version="1")
 def planted_model(config: PlantedConfig, run: StageRun) -> None:
-    """Random weights, and a tokenizer that knows the words."""
+    """Write a model with random weights, and a tokenizer that knows the words."""
     words = " ".join([*SWEET, *OTHER])
     tokenizer = Tokenizer.train([f"user assistant say something about number 0 1 2 3 4 5 6 7 8 9 {words} {words} "] * 9, 400)
     sizes = ModelConfig(
@@ -60,7 +61,7 @@ def planted_model(config: PlantedConfig, run: StageRun) -> None:
 
 
 def pool(store: Store, train: int, heldout: int, first: int = 0) -> Artifact:
-    """Prompts of two tasks."""
+    """Return prompts of two tasks."""
     rows = [
         {"id": f"{task}{n:06d}", "task": task, "split": "heldout" if n < first + heldout else "train", "tools": None, "reference": None,
          "messages": asking(f"say something about number {'two' if task == 'b' else 'one'} {n}"), "verifier": to_text("planted")}
@@ -70,7 +71,7 @@ def pool(store: Store, train: int, heldout: int, first: int = 0) -> Artifact:
 
 
 def demonstrations(store: Store, count: int, seed: int) -> Artifact:
-    """Answers of four words, each as likely as any other."""
+    """Return answers of four words, drawn uniformly."""
     draw = random.Random(seed)
     rows = [
         {"id": f"d{n:06d}", "prompt_id": f"d{n:06d}", "task": "a", "split": "train", "tools": None, "source": "gold", "score": None,
@@ -82,7 +83,7 @@ def demonstrations(store: Store, count: int, seed: int) -> Artifact:
 
 
 def start(store: Store, seed: int = 0, count: int = 256, epochs: float = 8.0) -> Artifact:
-    """A model that answers with four words."""
+    """Return a model finetuned to answer with four words."""
     model = execute(planted_model, PlantedConfig(seed=seed), {}, store)
     training = {"batch_size": 16, "epochs": epochs, "schedule": {"learning_rate": 0.01, "warmup_steps": 0.1}}
     config = parse(SftConfig, {"training": training, "seed": seed}, "sft")
@@ -90,7 +91,7 @@ def start(store: Store, seed: int = 0, count: int = 256, epochs: float = 8.0) ->
 
 
 def recipe(folder: Path, **changes: Any) -> str:
-    """The file of a recipe of small steps; `changes` are laid over its fields."""
+    """Write a recipe with small steps, in which `changes` override fields; return its path."""
     training = {"batch_size": 16, "epochs": 1, "schedule": {"learning_rate": 0.003, "warmup_steps": 0.1}}
     answers = {"prompts_per_task": 100, "temperature": 1.0, "max_tokens": 16}
     values: dict[str, Any] = {

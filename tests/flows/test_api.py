@@ -1,4 +1,4 @@
-"""The HTTP server, over a socket: OpenAI's shapes, errors, streams, clients that go away."""
+"""The HTTP server, over a socket: OpenAI's response formats, errors, streams, and clients that disconnect."""
 
 import asyncio
 import copy
@@ -31,7 +31,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def url(engine):
-    """A server on a free port."""
+    """Yield the address of a server on a free port."""
     app = application(engine, "tiny", Limits(queue=20, body=5000), key="secret")
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
     thread = threading.Thread(target=server.run)
@@ -50,7 +50,7 @@ def client(url):
 
 
 def expected(prompt, tokenizer=TOKENIZER, **params):
-    """What an engine of one's own answers."""
+    """Return the answer of a separate engine."""
     model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
     stop = (*tokenizer.stop_ids, *params.pop("stop", ()))
     (row,) = Engine(model, tokenizer).generate([prompt], SamplingParams(stop=stop, **params))
@@ -62,14 +62,14 @@ def shown(tokens):
 
 
 def streamed(lines):
-    """The chunks of a stream; its end was told."""
+    """Return the chunks of a stream, after checking its end marker."""
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     return [json.loads(one) for one in data[:-1]]
 
 
 def test_a_window_lets_answers_leave_the_context():
-    """512 tokens where the context is 256, and the default length is what the answer may have."""
+    """An answer may have 512 tokens although the context has 256; the default length is the answer's maximum."""
     from starlette.testclient import TestClient
 
     model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
@@ -163,7 +163,7 @@ def test_what_breaks_the_server_is_told_in_openais_shape():
 
 
 def test_null_is_as_good_as_nothing(client):
-    """Clients write out what they leave open."""
+    """A null field means the same as a missing field, because some clients send all fields."""
     body = {"messages": [{"role": "user", "content": "to be?"}], "seed": 3, "max_tokens": 6}
     fields = ("temperature", "top_p", "n", "stream", "stop", "logit_bias", "logprobs", "tools", "presence_penalty", "response_format", "user", "model")
     made = [client.post("/v1/chat/completions", json=one).json()["choices"] for one in (body, body | dict.fromkeys(fields))]
@@ -171,7 +171,7 @@ def test_null_is_as_good_as_nothing(client):
 
 
 def test_log_probs_are_told_where_no_others_are_asked_for(client):
-    """OpenAI's 0 asks for those of the drawn tokens alone, false for none."""
+    """logprobs 0 in OpenAI's API returns log-probs only of the drawn tokens; false returns none."""
     body = {"prompt": TOKENIZER.encode("to be"), "seed": 1, "max_tokens": 4}
     found = [client.post("/v1/completions", json={**body, "logprobs": asked}).json()["choices"][0]["logprobs"] for asked in (0, True, False, None)]
     assert found[0] == found[1] and len(found[0]["token_logprobs"]) == len(found[0]["tokens"]) > 0 and found[2:] == [None, None]
@@ -205,7 +205,7 @@ def test_keys_and_what_needs_none(client, url):
 
 
 def test_clients_that_go_away_leave_nothing_and_others_get_theirs(url, engine):
-    """Streams of 16 clients, each second one closed after three lines."""
+    """16 clients stream, and every second one disconnects after three lines: nothing of them remains, and the others get their answers."""
     prompts = [TOKENIZER.encode(f"{i} to be or not to be")[:20] for i in range(16)]
 
     async def one(client, number):

@@ -1,4 +1,4 @@
-"""Log-probs of prompts over HTTP: the shapes that evaluation harnesses read, against transformers on the exported model."""
+"""Log-probs of prompts over HTTP: the response fields that evaluation harnesses read, compared with transformers on the exported model."""
 
 import json
 
@@ -30,14 +30,14 @@ def build():
 
 @pytest.fixture(scope="module")
 def client():
-    """A server whose passes take 24 tokens, so that long prompts and lists of prompts need several."""
+    """Yield a client of a server whose passes take 24 tokens, so that long prompts and lists of prompts need several passes."""
     with TestClient(application(Engine(build(), TOKENIZER, sequences=8, step_tokens=24), "tiny", Limits(queue=20, body=9000))) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory):
-    """transformers' log-probs [T, V] after each token of a sequence."""
+    """Return a function that gives transformers' log-probs [T, V] after each token of a sequence."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("export")
@@ -58,7 +58,7 @@ def ask(client, **body):
 
 
 def test_scores_equal_transformers(client, peer):
-    """Options of shared questions, one option twice, a prompt within another, a single token, a prompt of several passes."""
+    """Options of shared questions, an option given twice, a prompt within another one, a single token, a prompt of several passes."""
     question, long = encode("to be or not to be, that"), [5 + i % 250 for i in range(90)]
     prompts = [[*question, *encode(" is")], [*question, *encode(" the question")], [*question, *encode(" is")], question, [7], long, [*long[:80], 9]]
     made = ask(client, model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=3, seed=1234, echo=True)
@@ -75,7 +75,7 @@ def test_scores_equal_transformers(client, peer):
 
 
 def test_a_harness_reads_sums_and_greediness(client, peer):
-    """lm-eval's reading of an answer: sum over [context, -1), greedy where each token's score is the largest of the alternatives."""
+    """lm-eval reads an answer's sum over [context, -1), and calls it greedy if each token's score is the largest of the alternatives."""
     context = encode("to be or")
     greedy = Engine(build(), TOKENIZER).generate([context], SamplingParams(temperature=0, max_tokens=3, stop=()))[0][0].tokens
     for option, is_greedy in ((greedy, True), (encode(" not"), False)):
@@ -116,7 +116,7 @@ def test_prompts_of_a_list_answer_as_alone_and_echo_comes_first(client):
 
 @pytest.mark.parametrize("prompt", [encode("to be é, not"), "to be é, not"])
 def test_offsets_point_into_the_text(client, prompt):
-    """A text is read behind a begin token, which has no place in it."""
+    """A text is read after a begin token, which has no offset in the text."""
     (choice,) = ask(client, prompt=prompt, max_tokens=0, echo=True, logprobs=0)["choices"]
     scores = choice["logprobs"]
     assert choice["text"] == "to be é, not" and scores["text_offset"][0] == 0
@@ -154,7 +154,7 @@ def test_what_cannot_be_scored_is_refused_by_its_field(client, change, field, me
 
 
 def test_a_prompt_that_breaks_its_scores_fails_its_request_alone():
-    """The embedding of token 9 is not finite: requests with it fail, those beside and after it do not."""
+    """The embedding of token 9 is not finite: requests with it fail, requests beside and after them do not."""
     model = build()
     with torch.no_grad():
         model.model.embed_tokens.weight[9] = float("nan")
@@ -167,7 +167,7 @@ def test_a_prompt_that_breaks_its_scores_fails_its_request_alone():
 
 
 def test_chat_tells_the_likeliest_tokens_as_openai_defines_them(client, peer):
-    """content: token, logprob, bytes and top_logprobs of each token; bytes together are the message, a special token has none."""
+    """`content` has token, logprob, bytes and top_logprobs of each token; the bytes join to the message; a special token has no bytes."""
     messages = [{"role": "user", "content": "to be?"}]
     ids = TOKENIZER.chat(messages)
     body = {"messages": messages, "seed": 3, "max_tokens": 6, "temperature": 0, "logprobs": True}
@@ -179,7 +179,7 @@ def test_chat_tells_the_likeliest_tokens_as_openai_defines_them(client, peer):
         values, tokens = peer(ids)[-1].topk(3)
         assert [one["logprob"] for one in place["top_logprobs"]] == pytest.approx(values.tolist(), abs=1e-4)
         assert [one["token"] for one in place["top_logprobs"]] == [TOKENIZER.decode([token]) for token in tokens.tolist()]
-        assert place["logprob"] == pytest.approx(values[0].item(), abs=1e-4), number  # temperature 0 takes the likeliest
+        assert place["logprob"] == pytest.approx(values[0].item(), abs=1e-4), number  # temperature 0 takes the likeliest token
         assert {name: place[name] for name in ("token", "bytes")} == {name: place["top_logprobs"][0][name] for name in ("token", "bytes")}
         ids = [*ids, tokens[0].item()]
     assert len(content) == reply["usage"]["completion_tokens"]
@@ -204,7 +204,7 @@ def test_alternatives_of_a_chat_are_refused_by_their_field(client, change, field
 
 
 def test_the_bytes_of_tokens_are_those_of_their_text():
-    """Byte-level tokens hold parts of characters; the tokens of SentencePiece keep their blank, its byte tokens are one byte."""
+    """Byte-level tokens may hold parts of characters; SentencePiece tokens keep their leading space, and its byte tokens are one byte."""
     text = "to be é 日"
     ids = TOKENIZER.encode(text)
     assert b"".join(TOKENIZER.token_bytes(token) for token in ids) == text.encode() and "\ufffd" in [TOKENIZER.decode([token]) for token in ids]

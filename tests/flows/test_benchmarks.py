@@ -1,4 +1,4 @@
-"""The pages of benchmarks: their numbers are those of `puna compare` and of the tables, question by question."""
+"""The benchmark pages: their numbers equal those of `puna compare` and of the tables, question by question."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCRIPT = "<script>alert(1)</script>"
 
 
 def text(answer: Any) -> str:
-    """The words of a page, one blank between them."""
+    """Return the words of a page, joined by single spaces."""
     return " ".join(page_text(answer).split())
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_shown_is_an_error(asked: tuple[TestClient, list[Artifact
 
 
 def test_the_model_that_beats_the_most_is_first(asked: tuple[TestClient, list[Artifact]]) -> None:
-    """Bits per byte count downwards; a task that was not asked counts as none beaten."""
+    """Lower bits per byte are better; on a task without results, a model beats no other."""
     rows = {"a": {"t": 0.5, "bits": 3.0}, "b": {"t": 0.4, "bits": 1.0}, "c": {"t": 0.6}}
     names = {"t": "acc", "bits": "bits_per_byte"}
     models = [Candidate(asked[1][0], name, {at: {names[at]: ({"value": value}, {})} for at, value in own.items()}) for name, own in rows.items()]

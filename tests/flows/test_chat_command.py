@@ -54,7 +54,8 @@ def test_chat_keeps_the_conversation_until_a_new_one(folder):
 
 
 def test_a_question_too_long_ends_no_talk_in_a_terminal(folder, monkeypatch):
-    """The question is forgotten; the next one is answered as the first. A pipe ends with the error."""
+    """The too long question is dropped, and the next one is answered like a first question. With piped input, the command ends with the
+    error."""
     given = "to be " * 300 + "\nto be?\n"
     with pytest.raises(PunaError, match="the model's context 512: start a new one with /new"):
         puna("chat", folder, given=given)
@@ -129,7 +130,7 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     plain = puna("generate", folder, "to be", *options)
     assert puna("generate", folder, "to be", *options, "--speculate", "4") == plain
     file.write_text('{"not": {}}')
-    with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be kept to"):
+    with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be enforced"):
         puna("generate", folder, "to be", "--schema", str(file))
     with pytest.raises(PunaError, match="give one of them"):
         file.write_text("{}")
@@ -174,32 +175,32 @@ def test_generate_puts_passages_of_the_stores_documents_before_a_prompt(folder, 
 
 
 def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path):
-    """At temperature 0 a draft changes no answer; weights in 8 bits answer as a model that is quantised by hand."""
+    """At temperature 0 a draft changes no answer; with 8-bit weights the answers equal those of a model quantised in code."""
     smaller = tmp_path / "draft"
     save(Transformer(SHAPE, generator=torch.Generator().manual_seed(1)), smaller, TOKENIZER)
     options = ["to be", "--n", "2", "--max-tokens", "30", "--json"]
     plain = puna("generate", folder, *options)
     greedy = [*options, "--temperature", "0"]
     assert puna("generate", folder, *greedy, "--draft", str(smaller)) == puna("generate", folder, *greedy)
-    assert puna("generate", folder, *options, "--draft", str(smaller)) != plain  # drawn with other numbers
+    assert puna("generate", folder, *options, "--draft", str(smaller)) != plain  # drawn with other random numbers
     rows = [json.loads(line) for line in puna("generate", folder, *options, "--weights", "int8").splitlines()]
     engine = Engine(quantise(Transformer(SHAPE, generator=torch.Generator().manual_seed(0)), "int8"), TOKENIZER)
     (expected,) = engine.generate([TOKENIZER.chat([{"role": "user", "content": "to be"}])], SamplingParams(n=2, max_tokens=30, temperature=0.7))
     assert [row["logprobs"] for row in rows] == [answer.logprobs for answer in expected] and puna("generate", folder, *options, "--weights", "int8") != plain
     own = ["--draft", folder, "--draft-weights", "int8"]
     assert puna("generate", folder, *greedy, *own) == puna("generate", folder, *greedy)
-    assert puna("generate", folder, *options, *own) != puna("generate", folder, *options, *own[:2])  # guessed by another distribution
+    assert puna("generate", folder, *options, *own) != puna("generate", folder, *options, *own[:2])  # guesses come from another distribution
     with pytest.raises(PunaError, match="--draft-weights: there is no draft model; name one with --draft"):
         puna("generate", folder, "to be", *own[2:])
     other = Tokenizer.train(["something else is said here, of other words"], 280)
     assert other.vocab_size == TOKENIZER.vocab_size
     save(MODEL, smaller, other)
-    with pytest.raises(PunaError, match="the draft has another tokenizer than the model"):
+    with pytest.raises(PunaError, match="the draft has a different tokenizer from the model"):
         puna("generate", folder, "x", "--draft", str(smaller))
 
 
 def test_a_window_lets_talks_leave_the_context(folder):
-    """The context is 512 tokens. A talk and an answer go beyond it, with the engine's own tokens."""
+    """The context is 512 tokens. A conversation and an answer exceed it, and the tokens equal the engine's own."""
     asked = [{"role": "user", "content": "to be " * 300}]
     assert len(TOKENIZER.chat(asked)) > 512
     with pytest.raises(PunaError, match="keep only the last tokens with --window"):

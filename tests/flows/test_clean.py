@@ -1,4 +1,4 @@
-"""`puna clean`: fields are found out, choices are told, files hold what is kept and what went."""
+"""`puna clean`: fields are detected, choices are printed, and files hold the kept and the dropped records."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_pages_of_ones_own_become_clean_files(tmp_path: Path) -> None:
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     said: list[str] = []
     store = Store.open(tmp_path / "store")
-    # The pages share their words on purpose: what removes near-duplicates and repeated lines is left out.
+    # The pages share their words on purpose, so the stages that remove near-duplicates and repeated lines are left out.
     changes = ["minhash_dedup=null", "line_dedup=null", "select.gopher_repetition=null", "select.divergence=null", "select.ngram_coverage=null"]
     made = clean([str(rows)], tmp_path / "out", store, changes=changes, workers=1, say=said.append, quiet=True)
     assert any("meta.body is read as plain text; URL in link, date in crawl_ts" in line for line in said) and any("en 100%" in line for line in said)
@@ -103,7 +103,7 @@ def test_a_file_with_one_rule_lies_on_the_recipe_of_cleaning(tmp_path: Path) -> 
 
 
 def test_files_without_pages_are_told_apart_from_pages_that_rules_drop(tmp_path: Path) -> None:
-    """Metadata beside pages, in whatever order: sniffing takes the fields of what holds text; rows in are kept, dropped or no page."""
+    """Metadata files beside pages, in any order: field detection uses the files with text; input rows are kept, dropped or not pages."""
     folder = tmp_path / "mixed"
     (folder / "a").mkdir(parents=True)
     for n in range(6):
@@ -150,7 +150,7 @@ def test_a_page_beyond_the_limit_is_named_where_it_is_the_only_one(tmp_path: Pat
 
 
 def test_imported_documents_are_cleaned_beside_pages(tmp_path: Path) -> None:
-    """Rows without addresses are documents of their own; NAME=ARTIFACT names their source."""
+    """Rows without addresses become separate documents; NAME=ARTIFACT sets their source."""
     store, said = Store.open(tmp_path / "store"), list[str]()
     rows, pages = tmp_path / "rows.csv", tmp_path / "web.jsonl"
     rows.write_text("text\n" + "".join(f'"{prose(n)}"\n' for n in range(3)))

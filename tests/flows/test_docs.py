@@ -1,5 +1,5 @@
-"""What README and docs/ tell to type works: every command is read as the command line reads it, its recipe and fields are checked, and
-what only looks at a store is run. The journey's commands are run by test_journey, the questions by test_questions."""
+"""Commands in README and docs/ work: every command is parsed by the command line, its recipe and fields are checked, and commands that only
+read a store are run. test_journey runs the README's five commands, test_questions the queries."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAM = typer.main.get_command(app)
 OWN = {"my.yaml", "only_titled", "tidy"}
-"""A recipe, a stage and a flow that the reader writes."""
+"""A recipe, a stage and a flow that the reader is told to write."""
 VERBS = re.compile(
     "align|apply|average|choose|classify|compare|copy|distil|draw|drop|encode|evaluate|find|fine|generate|give|grade|hold|identify|import|join|keep|label|"
     "make|mask|measure|merge|pair|predict|read|record|remove|run|score|set|take|tell|train|turn|write"
 )
-"""What the first word of a step's description is."""
+"""Pattern of the first word of a step's description."""
 LOOKING = ("list", "lineage", "show", "sql", "explain", "verify", "report", "stages", "fields", "why", "gc")
 
 
 def typed(page: Path) -> list[str]:
-    """The commands in the code blocks of a page, fenced or indented, one line each; a backslash joins two lines."""
+    """Return the commands in the code blocks of a page, fenced or indented, one per line; a backslash joins two lines."""
     text = re.sub(r" \\\n *", " ", page.read_text(encoding="utf-8"))
     fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -83,7 +83,7 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in COMMANDS}), ids=str)
 def test_every_command_is_one(page: Path) -> None:
-    """Names, options and arguments are those of the command line; a flow, a stage, a recipe and each field that is set are there."""
+    """The command, its options and arguments exist; so do the flow, stage, recipe and each field that is set."""
     for line in (line for where, line in COMMANDS if where == page):
         name, *words = words_of(line)
         assert name in PROGRAM.commands, f"{page}: {line}"
@@ -102,7 +102,7 @@ def test_every_command_is_one(page: Path) -> None:
 
 
 def test_other_commands_name_files_and_targets_that_are_there() -> None:
-    """`make TARGET`, `docker compose -f FILE`, `python FILE`, `sbatch FILE`."""
+    """Covers `make TARGET`, `docker compose -f FILE`, `python FILE` and `sbatch FILE`."""
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     named = re.findall(r"^    make (\w+)", text, re.MULTILINE)
@@ -114,7 +114,8 @@ def test_other_commands_name_files_and_targets_that_are_there() -> None:
 
 @pytest.mark.parametrize(("tasks", "more"), [("1", ""), ("2", " --executor dask://node:20007")])
 def test_the_job_of_slurm_runs_what_follows_puna(tasks: str, more: str, tmp_path: Path) -> None:
-    """One task runs the words alone; several start a Dask scheduler and workers first. Slurm, Dask and Puna only say how they were called."""
+    """One task runs only the command; several tasks first start a Dask scheduler and workers. Stubs of Slurm, Dask and Puna print their
+    arguments."""
     for name in ("puna", "dask", "srun", "hostname", "seq"):
         (tmp_path / name).write_text("#!/bin/sh\n" + {"hostname": "echo node", "seq": "true"}.get(name, f'echo {name} "$@"') + "\n")
         (tmp_path / name).chmod(0o755)
@@ -130,7 +131,7 @@ def test_the_job_of_slurm_runs_what_follows_puna(tasks: str, more: str, tmp_path
 def runnable() -> Iterator[str]:
     for _, line in COMMANDS:
         name, *words = words_of(line)
-        # What a reader fills in stands in capitals, or is an id or address of theirs.
+        # Capitals stand for what a reader fills in, or for the reader's ids or addresses.
         own = any(re.fullmatch(r"[A-Z]{2,}|.*[0-9a-f]{6}|https?://.*|2026.*", word) for word in words) or "--module" in words or "--output" in words
         if name in LOOKING and not own and words and line not in ("puna sql", "puna report latest"):
             yield shlex.join([name, *words])
@@ -147,7 +148,7 @@ def test_what_looks_at_a_store_runs(store: Store, line: str) -> None:
 
 
 def test_the_code_blocks_are_code() -> None:
-    """Each is Python. (Stage, rule, verifier, loss and flow of the pages are run by test_new and test_engines.)"""
+    """Each block is valid Python. (test_new and test_engines run the pages' stage, rule, verifier, loss and flow.)"""
     blocks = [block for page in PAGES for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)]
     assert len(blocks) > 5
     for block in blocks:
@@ -179,7 +180,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_architecture_page_shows_the_tree() -> None:
-    """Each room's folders are those of its picture; so are the flows and the models' files at the top."""
+    """Each top-level folder contains the folders in the picture; so do the flows and the files at the top of models."""
     picture = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("Imports go one way")[0]
     parts = re.split(r"^    (?=\w+/)", picture, flags=re.MULTILINE)[1:]
     rooms = {part.partition("/")[0]: part for part in parts}
@@ -236,7 +237,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_readmes_figures_and_picture_are_of_one_run() -> None:
-    """What docs/figures.py wrote of a run stands in README unchanged, and the picture is the one it took."""
+    """README contains unchanged what docs/figures.py wrote for a run, and the picture from that run."""
     figures, known = script("figures"), json.loads((ROOT / "docs/figures.json").read_text(encoding="utf-8"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert figures.written(text, known) == text and f": {known['cpu_minutes']:.0f} minutes of CPU" in text
@@ -251,7 +252,7 @@ def test_the_readmes_figures_and_picture_are_of_one_run() -> None:
 
 
 def test_figures_are_read_from_a_run(tmp_path: Path) -> None:
-    """Of four questions: one right before, three after the round, two of the strongest control."""
+    """Of four questions: one right before, three after the round, two with the strongest control."""
     built, right = Built(tmp_path), {"evaluate_sft": 1, "control_gold_1": 2, "evaluate_round_1": 3}
     for step, count in right.items():
         scores = [{"id": f"q{n}", "name": "score", "value": float(n < count)} for n in range(4)]
@@ -267,7 +268,8 @@ def test_figures_are_read_from_a_run(tmp_path: Path) -> None:
 
 
 def test_results_are_those_of_the_benchmarks() -> None:
-    """RESULTS.md and docs/ show the numbers of results.json; a benchmark's output replaces those that it has whole; commands are there."""
+    """RESULTS.md and docs/ show the numbers of results.json; a benchmark's output replaces those figures whose names it has all; commands
+    exist."""
     results = script("results", "tests/benchmarks")
     areas = json.loads(results.FIGURES.read_text(encoding="utf-8"))
     for page, text in results.pages(areas).items():
@@ -291,7 +293,8 @@ def test_results_are_those_of_the_benchmarks() -> None:
 
 
 def test_the_readmes_clean_and_demo_are_what_they_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `puna clean` line gives documents, what was dropped and why, and a report; `make demo` runs commands that there are."""
+    """The README's `puna clean` line gives documents, the dropped records with reasons, and a report; `make demo` runs existing
+    commands."""
     (line,) = [line for page, line in COMMANDS if page.name == "README.md" and line.startswith("puna clean")]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(executors, "cores", lambda: 1)
@@ -317,14 +320,14 @@ def test_the_readme_is_read_in_three_minutes() -> None:
 
 
 def test_descriptions_are_whole_sentences() -> None:
-    """The one-line description of each flow and stage is a sentence that a colon or the end of a line does not cut."""
+    """The one-line description of each flow and stage is a sentence, not cut by a colon or by the end of a line."""
     own = [offer.what for offer in offers() if offer.what.function.__module__.startswith("puna.")]  # other tests declare stages, too
     described = {what.name: first_sentence(what.doc) for what in own}
     assert len(described) > 60
     for name, sentence in described.items():
         assert sentence.endswith(".") and "\n" not in sentence, f"{name}: {sentence}"
         assert all(sentence.count(a) == sentence.count(b) for a, b in ("()", "[]")) and sentence.count("`") % 2 == 0, f"{name}: {sentence}"
-        # A sentence begins with what the step does: no "Pages to documents", no article, no question.
+        # The sentence begins with a verb for the step's action: no "Pages to documents", no article, no question.
         first = re.split(r"\W", sentence, maxsplit=1)[0]
         assert VERBS.fullmatch(first.lower()), f"{name}: begin the docstring with a verb (got {first!r})"
     assert described["extract"] == "Turn pages into documents: the main content of HTML pages; plain text and code unchanged."

@@ -1,4 +1,4 @@
-"""`puna evaluate` and `puna compare`, as they are typed."""
+"""`puna evaluate` and `puna compare`, run from the command line."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @stage(kind="model", version="1")
 def trained(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
-    """Stand for a training: the same weights."""
+    """Stand in for a training step: return the same weights."""
     shutil.copytree(model.path(), run.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", ".*"))
 
 
 def planted(folder: Path) -> None:
-    """Documents, and eight held-out prompts of two tasks."""
+    """Write documents, and eight held-out prompts of two tasks."""
     store = Store.open(folder / "store")
     store.set_alias("prompts@latest", pool(store, 0, 4))
     store.set_alias("documents@latest", store.import_table("documents", pa.Table.from_pylist([], schema=table_schema("documents").schema)))

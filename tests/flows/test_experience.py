@@ -1,4 +1,4 @@
-"""What steps are expected to cost."""
+"""Cost estimates of steps from earlier runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.storage import Store
 
 
 def store_of(*past: tuple[float, dict[str, Any], float]) -> Any:
-    """A store with one stage that took `seconds` on `rows` with `config`, several times."""
+    """Return a store with one stage that took `seconds` on `rows` with `config`, several times."""
     made: list[Any] = []
     for number, (rows, config, seconds) in enumerate(past):
         source = SimpleNamespace(stage="source", timings={}, inputs=[], config={}, files={"a": SimpleNamespace(bytes=10 * rows)})
@@ -44,7 +44,7 @@ def test_no_past_makes_an_estimate_that_is_no_size(past: list[Any], rows: float,
         return
     for size in (found.seconds, found.bytes, found.memory, found.rows):
         assert math.isfinite(size) and math.copysign(1, size) == 1
-    # What is expected of a step is what the next one is expected to get.
+    # The estimated output of a step is the input of the next step's estimate.
     assert Experience(store_of(*past)).expect("work", {"steps": steps}, [found.size]) is not None
 
 
@@ -54,7 +54,7 @@ def test_nothing_that_comes_in_gives_nothing() -> None:
 
 
 def test_a_run_of_another_order_tells_nothing() -> None:
-    """Counts over ten times another; numbers with a point, truth values, seeds and what is 0 say nothing of a run's length."""
+    """Counts more than ten times larger or smaller are not comparable; floats, booleans, seeds and zeros do not affect the estimate."""
     experience = Experience(store_of((1000, {"model": {"hidden_size": 48}, "rate": 0.03, "ema": True, "warm": 0, "seed": 1}, 10.0)))
     near = {"model": {"hidden_size": 480}, "rate": 0.0001, "ema": 1000, "warm": 900, "seed": 5000}
     assert experience.expect("work", near, [Size(1000, 10)]) is not None

@@ -1,4 +1,5 @@
-"""Which requests Puna's pages and Prefect's API refuse: those of other sites' pages, and names that may mean another machine."""
+"""Requests that Puna's pages and Prefect's API refuse: those from other sites' pages, and those to host names that may be another
+machine's."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ def answer(method: str, headers: dict[str, str], *, protected: bool = False) -> 
     ("GET", {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}, 403),
     ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}, 403),
     ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"}, 403),
-    ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}, 200),  # a link
+    ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}, 200),  # a link on another site
     ("POST", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}, 403),
     ("GET", {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "script"}, 403),
-    ("GET", {"sec-fetch-site": "none"}, 200),  # typed into the browser
-    ("GET", {"referer": "http://evil.example/page"}, 403),  # a browser that sends no Sec-Fetch
+    ("GET", {"sec-fetch-site": "none"}, 200),  # an address typed into the browser
+    ("GET", {"referer": "http://evil.example/page"}, 403),  # a browser that sends no Sec-Fetch headers
     ("GET", {"referer": f"{HERE}/puna/"}, 200),
     ("GET", {"host": "evil.example@127.0.0.1"}, 400),
     ("GET", {"host": "127.0.0.1%00.evil.example"}, 400),
@@ -93,7 +94,7 @@ def test_another_site_links_to_pages_that_do_no_work_alone(path: str, status: in
     client = TestClient(OwnSite(found, protected=False), base_url=HERE)
     assert client.get(path, headers=headers).status_code == status
     assert client.get(path, headers={"sec-fetch-site": "same-origin"}).status_code == 200
-    silent = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) Firefox/140.0"}  # no Sec-Fetch over plain HTTP, and a page may hide its address
+    silent = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) Firefox/140.0"}  # no Sec-Fetch headers over plain HTTP, and a page may hide its address
     assert client.get(path, headers=silent).status_code == status
     assert client.get(path, headers={**silent, "referer": f"{HERE}/puna/"}).status_code == 200
     assert client.post(path, headers=silent).status_code == 403

@@ -1,4 +1,4 @@
-"""What the flow of the base model trains does not depend on the text of held-out pages; what it measures does."""
+"""The flow of the base model: training does not depend on the text of held-out pages; the measurements do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = [
 
 
 class Maker(Walk):
-    """Makes each step in a store of its own, without a session."""
+    """A walk that runs each step in a separate store, without a session."""
 
     def __init__(self, recipe: Recipe, store: Store) -> None:
         super().__init__(recipe)
@@ -59,7 +59,7 @@ class Maker(Walk):
 
 
 def curated(store: Store, heldout_words: dict[str, list[str]]) -> tuple[Output, Output]:
-    """Documents of two categories and their types; those that will be held out are made of other words."""
+    """Return documents of two categories and their types; the documents that will be held out consist of other words."""
     n = 80
     categories = ["high" if i % 2 else "low" for i in range(n)]
     addresses = [f"https://x.org/{i}" for i in range(n)]
@@ -100,10 +100,10 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: p
         assert one[name].data_digest == two[name].data_digest, name
     bits = [steps["evaluate_base"].manifest.metrics["document_bits_per_byte"] for steps in made]
     assert bits[0] != pytest.approx(bits[1], rel=0.01)
-    # The lineage of the model names its documents, which hold none of the questions.
+    # The model's lineage names its documents, none of which contain the questions.
     found = one["contamination_base"].manifest.metrics
     assert found["sources"].startswith("documents ") and found["contaminated_prompts"] == 0 and found["unknown_sources"] == 0
-    # The pages measured are the ones that the split holds out, and no row of training tokens is of them.
+    # The measured pages are those that the split holds out, and no row of training tokens comes from them.
     sides = {row["id"]: row["split"] for row in one["mix"].read().to_pylist()}
     trained = {id_ for row in one["tokenize"].read()["documents"].to_pylist() for id_ in row}
     assert {sides[id_] for id_ in trained} == {"train"} and "heldout" in sides.values()

@@ -1,4 +1,4 @@
-"""What inputs hold is looked at before any stage starts, and what changes meanwhile is no input."""
+"""Inputs are inspected before any stage starts, and files that change during the run are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def jsonl(file: Path, *lines: str) -> Path:
 
 
 def checked(*files: Path, changes: tuple[str, ...] = ()) -> None:
-    """What is looked at before the flow `curate` starts."""
+    """Inspect the inputs as before a start of the flow `curate`."""
     flow, recipe = flow_named("curate"), load("demo", ["quality=null", "select_model.quality=null", "domains=null", *changes], "curate")
     items = [item for file in files for item in External.resolve(str(file))]
     preflight.check(flow, recipe, flow.by_kind(items), Store.open(files[0].parent / "store"))
@@ -92,11 +92,11 @@ def test_pages_are_read_only_where_a_step_asks_what_they_say(tmp_path: Path, mon
     recipe = load("demo", ["quality=null", "select_model.quality=null"], "curate")
     store = Store.open(tmp_path / "other")
     preflight.check(flow, recipe, flow.by_kind(External.resolve(str(rows))), store)
-    assert [seconds for *_, seconds in read] == [GLANCE, LOOK]  # nothing was found, so it was looked for longer
+    assert [seconds for *_, seconds in read] == [GLANCE, LOOK]  # the short look found nothing, so a longer one followed
 
 
 def test_a_glance_is_enough_where_it_shows_what_a_step_needs(tmp_path: Path) -> None:
-    """As does a look at all there is: it is not taken twice."""
+    """A short look is enough if it finds what a step needs, or if it covers the whole input: there is no second look."""
     asked: list[float] = []
     config = TrainDomainsConfig(min_labels=2)
 

@@ -1,4 +1,4 @@
-"""Stages and flows from a script, and the package that a folder of the same name must not shadow."""
+"""Stages and flows run from a script, and the package puna, which a folder of the same name must not shadow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class NothingConfig(StageConfig):
-    """Nothing to choose."""
+    """A configuration without fields."""
 
 
 @stage(kind="documents", filters="documents")

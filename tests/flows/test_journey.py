@@ -1,4 +1,4 @@
-"""The README's journey: its five commands, as they stand there, on small random models and pairs of the test's own."""
+"""The README's five commands, as written there, run on small random models and generated pairs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ COLOURS = ["red", "green", "blue", "white", "black"]
 
 
 def journey() -> list[list[str]]:
-    """The words of the five commands in the README."""
+    """Return the words of the README's five commands."""
     section = README.read_text(encoding="utf-8").partition("## A model and data from elsewhere")[2]
     block = section.partition("\n\n    ")[2].partition("\n\n")[0]
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
 def random_model(name: str, folder: Path) -> Tokenizer:
-    """A model of random weights in Hugging Face's layout, with the family's tokenizer and chat template."""
+    """Write a model with random weights in Hugging Face's layout, with the family's tokenizer and chat template."""
     if name not in families():
         pytest.skip("the template comes with TRL, which is not installed")
     own = {"model_type": "qwen2", "qkv_bias": True, "tie_word_embeddings": True} if name == "qwen2_5" else {"model_type": "llama"}
@@ -67,7 +67,7 @@ def test_five_commands_from_a_chat_model_and_pairs_to_a_tuned_model(name: str, t
     assert asked["input_ids"][0].tolist() == own.chat(messages)
     answer = model.generate(**asked, max_new_tokens=8, do_sample=False)
     assert answer.shape[1] > asked["input_ids"].shape[1]
-    # What went out is what dpo made, and it learned: the same prompt has other logits than before.
+    # The exported model is the one that dpo trained: the same prompt has other logits than before.
     before, tuned = (load(store.alias(f"{name}@latest").path()) for name in ("smollm2", "tuned"))
     assert store.alias("tuned@latest").manifest.stage == "dpo"
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in tuned.state_dict().items())

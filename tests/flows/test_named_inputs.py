@@ -1,4 +1,4 @@
-"""`--input NAME=ARTIFACT`: the input of a stage or a flow that an artifact is meant for."""
+"""`--input NAME=ARTIFACT`: names the input of a stage or a flow for an artifact."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_flow_takes_artifacts_by_the_names_of_its_inputs(tmp_path: Path) -> No
 
 
 def test_documents_are_given_a_source_by_name(tmp_path: Path) -> None:
-    """The classifier of quality asks for the source `wikipedia`: before the run it is known what documents are called."""
+    """The quality classifier needs the source `wikipedia`: before the run, the documents' source names are known."""
     store, curate = Store.open(tmp_path), flow_named("curate")
     schema = table_schema("documents").schema
     row = {"id": f"{1:032x}", "url": "file:///a", "fetched_at": datetime(2024, 1, 1, tzinfo=UTC), "source": "mine", "title": None, "text": "x"}

@@ -1,4 +1,4 @@
-"""What stages need of models and of the machine is told before the first one runs."""
+"""Needs of stages for models and for the machine are checked before the first stage runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.flows.test_journey import random_model
 
 
 def imported(name: str, folder: Path, store: Store, left_out: Sequence[str] = ()) -> Artifact:
-    """A random model; the lines of its tokenizer's configuration that hold a word of `left_out` go."""
+    """Return a random model, imported; lines of its tokenizer's configuration that contain a word of `left_out` are removed."""
     random_model(name, folder)
     file = folder / "tokenizer_config.json"
     kept = [line for line in file.read_text().splitlines() if not any(word in line for word in left_out)]
@@ -39,12 +39,12 @@ def imported(name: str, folder: Path, store: Store, left_out: Sequence[str] = ()
 
 
 def rows(kind: str, store: Store) -> Artifact:
-    """An empty artifact."""
+    """Return an empty artifact."""
     return store.import_table(kind, pa.Table.from_pylist([], schema=table_schema(kind).schema))
 
 
 def test_files_that_are_sampled_together_count_once() -> None:
-    """Each input that is a file has the look at all files."""
+    """Each file input stands for the same inspection of all files."""
     look = lambda seconds: (("some text", "another"), 0.5)  # noqa: E731
     both = preflight._together([InputFacts("external", look=look), InputFacts("external", look=look)])
     assert both is not None and both(1.0) == look(1.0)
@@ -53,7 +53,7 @@ def test_files_that_are_sampled_together_count_once() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 100 kB of free memory and no accelerator."""
+    """Simulate a machine with 100 kB of free memory and no accelerator."""
     import psutil
 
     monkeypatch.setattr(preflight, "ACCELERATORS", ())
@@ -69,7 +69,7 @@ def test_a_model_without_a_chat_template_is_told_before_the_first_step(tmp_path:
     align = flow_named("align")
     with pytest.raises(PunaError) as error:
         check(align, load("smollm2-135m", flow="align"), align.by_kind([bare]), store)
-    # What is made of it has none either.
+    # What is made from it lacks it too.
     told = str(error.value).splitlines()
     assert {line.partition(":")[0] for line in told} >= {"sample_1", "sft_1", "grpo_1"}
     assert all("has no chat template" in line for line in told)
@@ -98,9 +98,9 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: 
     galore = DpoConfig.model_validate({"training": {"optimizer": {"name": "galore"}}})
     with pytest.raises(PunaError, match=r"\(8 bytes each\)"):
         check_stage(dpo, galore, given, store)
-    # On a cluster the memory is another machine's.
+    # On a cluster the memory is that of another machine.
     check_stage(dpo, DpoConfig(), given, store, "dask://there:1")
-    # The 8B model without its two vocabularies: 8.03 - 2 * 128,256 * 4,096 / 1e9.
+    # The 8B model without embedding and output layer: 8.03 - 2 * 128,256 * 4,096 / 1e9.
     pretrain, types = flow_named("pretrain"), store.import_table("signals", pa.table({"id": ["a"], "domain": ["x"]}))
     with pytest.raises(PunaError, match=r"pretrain: 6\.98 billion parameters take 111\.7 GB at least"):
         check(pretrain, load("llama3-8b", flow="pretrain"), pretrain.by_kind([rows("documents", store), types]), store)
@@ -140,7 +140,8 @@ def test_a_flow_s_pretraining_is_refused_before_its_data_are_read(tmp_path: Path
 
 
 def test_memory_is_counted_by_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AdamW: 16 bytes a parameter. Of 8 machines that shard each has an eighth, and 4 bytes of the whole weights; 4 copies here take 64."""
+    """AdamW: 16 bytes per parameter. Each of 8 sharding machines has an eighth, and 4 bytes per parameter for whole weights; 4 copies on
+    this machine take 64."""
     deep = SHAPE.replace(hidden_size=2048, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=8)
     count = parameters(deep.complete(1, 2048)).total
 

@@ -1,4 +1,4 @@
-"""`puna new` writes a project that passes its own test, and whose recipe has its stage and its rule in their places."""
+"""`puna new` writes a project that passes its own test, and whose recipe contains the project's stage and rule in the right places."""
 
 from __future__ import annotations
 

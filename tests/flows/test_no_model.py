@@ -1,4 +1,4 @@
-"""Answers without a model: what each row answers, and that on no recipe's tasks a nearest gold answer is right."""
+"""Baselines without a model: the answer of each, and that on no recipe's tasks the nearest gold answer is usually right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.storage import Store
 
 RECIPES = sorted(p.stem for p in Path(__file__).parents[2].glob("flows/recipes/*.yaml") if (yaml.safe_load(p.read_text()).get("prompts") or {}))
 MOST = 0.2
-"""Share of held-out questions that a repeated gold answer may answer."""
+"""Maximum share of held-out questions that a repeated gold answer may answer."""
 
 
 def question(name: str, text: str, reference: str, split: str = "train", verifier: str = "exact") -> dict[str, Any]:
@@ -26,9 +26,10 @@ def question(name: str, text: str, reference: str, split: str = "train", verifie
 
 
 def test_what_each_row_without_a_model_answers() -> None:
-    """By numbers c is nearest (1 + 81; a is worded otherwise), by words b and c alike, by tokens a and c (two edits): the first counts.
+    """By numbers c is nearest (1 + 81; a is worded differently), by words b and c tie, by tokens a and c (two edits): the first of a tie
+    counts.
 
-    Between a and the question 5 becomes 6, and "now" becomes 0. Of b and c, which are worded alike, no piece is more frequent.
+    Between a and the question, 5 becomes 6 and "now" becomes 0. For b and c, which are worded alike, no token is more frequent.
     """
     gold = [question("a", "turn 5 and 9 now", "9 5"), question("b", "turn 5 and 8", "8 5"), question("c", "turn 7 and 9", "9 7")]
     answers = {NUMBERS: "9 7", WORDS: "8 5", EDITS: "9 5", REPLACED: "9 6", MAJORITY: "8 5"}
@@ -45,7 +46,7 @@ def test_nothing_without_gold_answers_or_checkers() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_gold_answer_of_a_recipe_is_right_for_a_held_out_question(recipe: str, tmp_path: Path) -> None:
-    """With gold answers for all tasks, as many as the recipe gives to some; of long ones so few that the test is short."""
+    """Every task gets as many gold answers as the recipe gives some tasks; tasks with long answers get few, to keep the test short."""
     (config,) = (step.config for step in trace(flow_named("align"), load(recipe, flow="align")).steps if step.label == "prompts")
     assert isinstance(config, PromptsConfig)
     tasks = tuple(task.model_copy(update={"gold": True}) for task in config.tasks)

@@ -1,4 +1,4 @@
-"""`puna plan` against the accounting of the same model, by hand."""
+"""`puna plan` compared with accounting of the same model by hand."""
 
 import json
 from datetime import UTC, datetime
@@ -44,12 +44,12 @@ def test_the_plan_is_the_sum_of_its_phases():
     assert phase["flops"] == accounting.training_flops(config, step) * training.phases[0].steps
     assert found["seconds"] == sum(p["seconds"] for p in found["phases"])
     eight = costs(recipe, "H100", 8)
-    assert found["seconds"] / 8 < eight["seconds"]  # eight devices exchange what one need not
+    assert found["seconds"] / 8 < eight["seconds"]  # eight devices exchange data that one need not
     assert eight["state_bytes"] == found["state_bytes"] // 8
     adamw = costs(load("demo", ["pretrain.optimizer.name=adamw"], "pretrain"), "H100", 1)  # Muon keeps 4 bytes less per parameter
     assert adamw["state_bytes"] - found["state_bytes"] == 4 * adamw["parameters"]
     assert adamw["phases"][0]["peak_bytes"] - found["phases"][0]["peak_bytes"] == 4 * adamw["parameters"]
-    with pytest.raises(PunaError, match="there are no rates of 'TPU'"):
+    with pytest.raises(PunaError, match="no rates are known for 'TPU'"):
         costs(recipe, "TPU", 1)
     with pytest.raises(PunaError, match="--gpus needs --gpu"):
         costs(recipe, None, 2)
@@ -75,7 +75,7 @@ def test_the_plan_counts_the_model_that_a_training_goes_on_from_or_the_chosen_on
     steps = -(-10_000_000 // (8 * 2048))
     assert found["parameters"] == accounting.parameters(shape).total and found["phases"][0]["steps"] == steps
     assert found["flops"] == pytest.approx(accounting.training_flops(row, [2048] * 8) * steps)
-    # Before the small runs nobody knows the size; after them it is that of the artifact.
+    # The size is unknown before the small runs; after them it is that of the artifact.
     assert json.loads(CliRunner().invoke(app, [*words, "one-gpu"]).output)["model"].startswith("chosen by choose_size")
     size = ChosenSize(sequence_length=2048, model=SHAPE, optimizer={"name": "muon"}, phase={"until": 2**22, "rows_per_step": 4})
     chosen = costs(load("one-gpu", [], "pretrain"), "H100", 1, size=size)
@@ -84,7 +84,7 @@ def test_the_plan_counts_the_model_that_a_training_goes_on_from_or_the_chosen_on
 
 @pytest.mark.parametrize(
     ("name", "parameters", "tokens", "flops"),
-    [  # parameters: model cards of Llama 3.1 and 3.2; tokens and operations: the report, where 6 per parameter and token are counted
+    [  # parameters: model cards of Llama 3.1 and 3.2; tokens and FLOPs: the report, which counts 6 per parameter and token
         ("llama3-1b", 1.236e9, 9.0e12, 6 * 1.236e9 * 9.0e12), ("llama3-8b", 8.03e9, 15.6e12, 6 * 8.03e9 * 15.6e12),
         ("llama3-405b", 405.85e9, 15.6e12, 3.8e25),
     ],
@@ -92,7 +92,7 @@ def test_the_plan_counts_the_model_that_a_training_goes_on_from_or_the_chosen_on
 def test_the_recipes_of_the_report_have_its_numbers(name: str, parameters: float, tokens: float, flops: float) -> None:
     found = costs(load(name, [], "pretrain"), "H100", 16_000)
     assert found["parameters"] == pytest.approx(parameters, rel=0.002) and found["tokens"] == pytest.approx(tokens, rel=0.005)
-    # Attention, which counts most where contexts are long and the model small, comes on top.
+    # Attention is added on top, which counts most for long contexts and small models.
     assert flops < found["flops"] < flops * (1.1 if name == "llama3-405b" else 1.8)
 
 
@@ -113,7 +113,7 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
     assert states() == [("ingest", "reused", made["ingest"].id), ("extract", "reused", made["extract"].id)]
     ingest, extract = states("extract.max_depth=999")
     assert ingest[1] == "reused" and extract == ("extract", "runs", "config max_depth: 1000 → 999")
-    # An earlier run tells what a changed one may cost; a stage alone has a plan too.
+    # An earlier run gives an estimate for a changed one; a single stage has a plan too.
     words = ["plan", "stage:extract", "--store", str(place), "--input", made["ingest"].id, "--set", "max_depth=999", "--json"]
     (step,) = json.loads(CliRunner().invoke(app, words).output)["steps"]
     assert step["state"] == "runs" and step["expected"]["rows"] == 1
@@ -125,7 +125,7 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
 
 
 def test_a_plan_too_large_for_a_cpu_names_a_device_that_can() -> None:
-    """llama3-1b on a CPU came out as hundreds of millions of hours."""
+    """llama3-1b on a CPU was once estimated at hundreds of millions of hours."""
     one = costs(load("llama3-1b", [], "pretrain"), None, 1)
     assert str(one["device"]).startswith("64 x H100 (no --gpu given; this CPU would take years") and one["seconds"] <= 90 * 86_400
     assert one["seconds"] == costs(load("llama3-1b", [], "pretrain"), "H100", 64)["seconds"]
@@ -147,7 +147,7 @@ def test_a_plan_for_several_devices_lists_the_layouts_that_fit() -> None:
         assert "context" not in "".join(others)
     assert "bf16 with any axis but data" in said
     (alone,) = costs(load("llama3-1b", [], "pretrain"), "H100", 1)["phases"][0]["layouts"]
-    assert alone.startswith("one process: ") and "computes each layer twice" in alone  # else 165 GB of rows
+    assert alone.startswith("one process: ") and "computes each layer twice" in alone  # otherwise 165 GB for rows
 
 
 def test_a_plan_that_no_layout_fits_says_so() -> None:

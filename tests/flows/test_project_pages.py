@@ -1,4 +1,4 @@
-"""Projects on the pages, in forms and in what a server starts by itself."""
+"""Projects on the pages, in forms, and in runs that a server starts by itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .test_web import text
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Different judged preferences in two projects, and a run of each."""
+    """Return a store with different judged preferences in two projects, and a run of each."""
     store = Store.open(tmp_path)
     for project, count in (("default", 2), ("news", 3)):
         judged(store.within(project), count)
@@ -92,7 +92,7 @@ def test_the_forms_of_a_server_ask_for_the_project_and_names_mean_the_same_in_ea
 
 
 class Server:
-    """A server that notes what it is asked to make."""
+    """A stub of a server that records its requests."""
 
     def __init__(self) -> None:
         self.made: list[tuple[str, Any]] = []
@@ -133,7 +133,7 @@ def test_the_page_of_rounds_decides_and_counts_in_its_project(tmp_path: Path, mo
     world.store = whole.within("news")
     assert world.fire(model, pool, changes=("gate.decision=person",)).startswith("round 1: waits for an approval")
     (gate,) = [artifact for artifact in whole.artifacts() if artifact.manifest.stage == "gate"]
-    # It is the round of news alone.
+    # Only the round of news is due.
     assert "Round 1 waits" in pages.get("/rounds?project=news").text and "Round 1 waits" not in pages.get("/rounds").text
     answer = pages.post(f"/rounds/{gate.key[:16]}", content="by=Ada&verdict=approve&project=news")
     assert answer.headers["location"] == "/puna/rounds?project=news"

@@ -1,4 +1,4 @@
-"""Projects in commands and flows: two corpora and two model lines in one store, each with aliases of its own."""
+"""Projects in commands and flows: two corpora and two model lines in one store, each with separate aliases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def puna(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """News by `--project`, law by its recipe, and a corpus where none is named; the folder and the store."""
+    """Return a folder and store with three corpora: news by `--project`, law by its recipe, and one without a project."""
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "plain.yaml").write_text(PLAIN)
     (folder / "law.yaml").write_text(f"project: law\n{PLAIN}")
@@ -96,7 +96,7 @@ def test_a_stage_reads_and_sets_the_aliases_of_its_project(corpora: tuple[Path, 
         assert signals.manifest.inputs[0].key == store.alias(f"{project}/documents@latest").key
         assert f"{signals.id} is {project}/tongues@latest" in text
     assert "tongues@latest" not in store.aliases()
-    # The same work in another project is found again: a project is part of no identity.
+    # The same work in another project is reused: a project is part of no key.
     runs = len(store.runs())
     puna(*words[:3], store.alias("news/documents@latest").id, *words[4:], "--project", "sport")
     assert Store.open(corpora[1]).alias("sport/tongues@latest") == store.alias("news/tongues@latest")
@@ -157,7 +157,7 @@ def test_two_model_lines_count_their_rounds_apart(tmp_path: Path, monkeypatch: p
     for project, number in (("news", 1), ("law", 1), ("news", 2)):
         world.store = whole.within(project)
         assert world.fire(model, pool).startswith(f"round {number}: its candidate is the policy")
-    # The first rounds were the same work: found again in the second project, and carried out there as well.
+    # The first rounds were the same work: the second project reuses it, and applies its result as well.
     gates = [artifact for artifact in whole.artifacts() if artifact.manifest.stage == "gate"]
     assert len(gates) == 2
     assert whole.alias("news/policy@round-1") == whole.alias("law/policy@round-1") == whole.alias("law/policy@latest")

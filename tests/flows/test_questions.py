@@ -1,4 +1,4 @@
-"""The questions of docs/questions.md, each asked of a store with the artifacts of a whole run; and the command that asks."""
+"""The queries of docs/questions.md, each run on a store with the artifacts of a whole run; and the command that runs queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.flows.report.conftest import everything
 PAGE = Path(__file__).parents[2] / "docs" / "questions.md"
 QUESTIONS = re.findall(r"### \d+\. (.*?)\n.*?```sql\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 NOTHING_HERE = {"Which setting differs between artifacts of one stage?"}
-"""Questions whose answer is empty on this store, rightly."""
+"""Queries whose result is correctly empty on this store."""
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,8 @@ def test_the_aliases_of_the_pipeline() -> None:
 
 
 def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
-    """Each begins where the round's begins, with as many checks of 600 prompts' answers, updates and answers in them: at once or in parts."""
+    """Each arm starts where the round starts, with as many checks of answers to 600 prompts, as many updates and as many answers in them:
+    at once or in parts."""
     recipe = load("demo", ["rounds=1", "more_controls=true"])
     order, rl, again = labels(recipe), config_of(recipe, "grpo_1"), config_of(recipe, "sft_again_1").training
     names = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
@@ -101,12 +102,12 @@ def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
     assert inputs_of(recipe, "control_best_of_n_1")["model"] == ("average_checked_1",)
     ranked = config_of(recipe, "pick_ranked_1")
     assert (ranked.pick, ranked.correct, ranked.most) == ("reward_model", True, 2)
-    # A round of RL alone has an arm that is half of each.
+    # A round with RL only has an arm that is half finetuning and half RL.
     reinforced = load("demo", ["rounds=1", "sft_again=null", "more_controls=true"])
     assert inputs_of(reinforced, "grpo_half_1")["policy"] == ("sft_half_1",) and config_of(reinforced, "grpo_half_1").rollouts == 15
     assert config_of(reinforced, "sample_half_1").answers == 7 and "grpo_rl_1" in labels(reinforced)
     assert not [name for name in labels(load("demo", ["rounds=1", "sft_equal=null"])) if "equal" in name or "control" in name]
-    # A part of a run has a part of its warm-up.
+    # A part of a run has the corresponding part of its warm-up.
     warm = load("demo", ["rounds=1", "more_controls=true", "sft_equal.training.schedule.warmup_steps=30", "grpo_equal.schedule.warmup_steps=40"])
     assert config_of(warm, "sft_iterated_1_1").training.schedule.warmup_steps == 10
     warm_half = load("demo", ["rounds=1", "sft_again=null", "more_controls=true", "grpo_equal.schedule.warmup_steps=40"])
@@ -127,13 +128,13 @@ def test_control_arms_learn_from_what_their_round_learns_from() -> None:
         assert set(tuned["instructions"]) == beside and tuned["model"] == given["model"]
         more = rl.rollouts * rl.epochs * rl.minibatches
         assert config_of(recipe, f"sft_{name}_1") == config_of(recipe, "sft_1").model_copy(update={"more_steps": more})
-        # What the choice of a round's weights is given, that of its arms' is given.
+        # The choice of an arm's weights gets the same inputs as the choice of the round's weights.
         assert inputs_of(recipe, f"control_{name}_1") == {**inputs_of(recipe, "evaluate_round_1"), "model": (f"average_{name}_1",)}
         assert inputs_of(recipe, f"average_{name}_1") == {**inputs_of(recipe, "average_1"), "models": ("sft_first", f"sft_{name}_1")}
     assert inputs_of(recipe, "average_1")["models"] == ("sft_first", "grpo_1")
     assert inputs_of(recipe, "dpo_instead_1")["model"] == ("sft_1",) and inputs_of(recipe, "average_untaught_1")["models"] == ("sft_first", "sft_1")
     with_dpo = load("demo", ["rounds=1", "dpo={}", "ablations=true"])
-    # DPO's updates are the policy's, too.
+    # DPO's updates count as the policy's, too.
     longer = load("demo", ["rounds=1", "dpo={training: {steps: 7}}", "ablations=true", "sft_equal=null", "sft_again=null"])
     assert config_of(longer, "sft_gold_1").more_steps == 7 + rl.rollouts * rl.epochs * rl.minibatches
     assert inputs_of(with_dpo, "average_untaught_1")["models"][1] == "dpo_1" == inputs_of(with_dpo, "sample_again_1")["models"][0]
@@ -179,7 +180,7 @@ def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_tol
     own = inputs_of(recipe, "preferences_instead_1")
     assert own == {**inputs_of(recipe, "preferences_1"), "answers": ("sample_instead_1",)}
     assert inputs_of(recipe, "dpo_instead_1")["preferences"] == ("preferences_1", "preferences_instead_1")
-    # What these checks cost DPO's arm, an arm of finetuning is given: a checked answer of either model to each prompt.
+    # The finetuning arm gets the cost of the DPO arm's checks: one checked answer of each of the two models to each prompt.
     assert inputs_of(recipe, "pick_instead_1") == {**inputs_of(recipe, "pick_verifier_1"), "answers": ("sample_instead_1",)}
     assert config_of(recipe, "pick_instead_1").pick == "verifier"
     checked = inputs_of(recipe, "sft_pick_verifier_1")
@@ -238,7 +239,7 @@ def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
 
 
 def test_a_pipeline_does_without_knowledge_types() -> None:
-    """Pages of one topic, as docs/tutorial.md has it."""
+    """Pages of one topic, as in docs/tutorial.md."""
     assert trace(flow_named("pipeline"), load("demo", ["domains=null", "train_quality=null"])).complaints == []
 
 
@@ -279,14 +280,14 @@ def test_a_classifier_is_trained_where_the_step_that_applies_it_is_there() -> No
     assert "train_quality" in found and "quality" not in found
     assert "train_code_reasoning" not in labels(load("demo", ["code_reasoning=null"], "curate"), "curate")
     untrained = load("demo", ["train_quality=null"], "curate")
-    assert not trace(flow_named("curate"), untrained).complaints  # the model that comes with Puna takes its place
+    assert not trace(flow_named("curate"), untrained).complaints  # the shipped model takes its place
     assert inputs_of(untrained, "quality", "curate")["classifier"] == ()
     complaints = trace(flow_named("curate"), load("demo", ["train_domains=null"], "curate")).complaints
     assert complaints[0].startswith("domains needs classifier (classifier), the output of train_domains, which the recipe leaves out")
 
 
 class PurposeConfig(StageConfig):
-    """What a classifier of the tests is for."""
+    """The purpose of a classifier in these tests."""
 
     purpose: str = Field("quality", description="The stage that applies it")
     number: int = Field(0, description="Tells classifiers of one purpose apart")
@@ -294,7 +295,7 @@ class PurposeConfig(StageConfig):
 
 @stage(kind="classifier", version="1")
 def classifier_for(config: PurposeConfig, run: StageRun) -> None:
-    """A classifier that says what it is for."""
+    """Write a classifier that names its purpose."""
     About(config.purpose).write(run.folder)
 
 
@@ -494,7 +495,7 @@ def test_a_group_given_by_set_is_laid_on_the_recipes_own() -> None:
     assert changed["gopher_quality"]["min_words"] == 60
     expected = config_of(load("clean"), "select").model_dump()
     own = SelectConfig().model_dump()
-    assert expected["fineweb"] != own["fineweb"]  # the base has its own, which a replaced group would lose
+    assert expected["fineweb"] != own["fineweb"]  # the base has its own values, which would be lost if the group were replaced
     assert changed == {**expected, "gopher_quality": {**expected["gopher_quality"], "min_words": 60}}
 
 

@@ -1,4 +1,4 @@
-"""Recipes inherit from a base, and the shipped ones share the rules of curation."""
+"""Recipes inherit from a base, and the shipped recipes share the rules of curation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REASONS = {
     },
     "clean": {"select_model.quality": "few pages: a bound on the shipped model's quality, not on the rank among them"},
 }
-"""Recipe → path of a rule or a group whose values are not the base's → why."""
+"""Recipe → path of a rule or a group whose values differ from the base → the reason."""
 
 
 def written(folder: Path, **texts: str) -> None:
@@ -76,7 +76,7 @@ def test_groups_merge_lists_are_replaced_and_null_leaves_out(tmp_path: Path) -> 
 
 
 def test_one_rule_alone_is_a_recipe(tmp_path: Path) -> None:
-    """Without a base the steps are those of the flow and the rules those of curation; `puna clean` begins with its own recipe."""
+    """Without a base, the steps are those of the flow and the rules those of curation; `puna clean` starts from its own recipe."""
     text = "select: {gopher_quality: {min_words: 60}}"
     written(tmp_path, mine=text, named=f"base: clean\n{text}", bare=f"base: null\n{text}", heir="base: mine.yaml\nseed: 3")
     changed = load("clean", ["select.gopher_quality.min_words=60"], "curate")

@@ -1,4 +1,4 @@
-"""What became of records that never were pages, and which rules did not judge a document."""
+"""The outcomes of records that were not pages, and the rules that did not judge a document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run and the server that shows it: told everything when it answers, never waited for when it does not."""
+"""A run and the server that shows it: the server gets every report while it answers, and the run never waits for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SET = ('tasks=[{"task":"chain_sum"}]', "train=5", "heldout=2")
 
 
 class Recorded:
-    """A server that notes what it is asked; while `away` it says that it is busy."""
+    """A stub of a server that records its requests; while `away` is set, it answers that it is busy."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
@@ -60,7 +60,7 @@ class Recorded:
         return [body for _, path, body in self.asked if path.startswith(start)]
 
     def ends(self) -> list[dict[str, Any]]:
-        """The last state of the run's step and of the run; a step may be over before the server hears of it."""
+        """Return the last state of the run's step and of the run; a step may end before the server learns of it."""
         told = [(path, body["state"]) for _, path, body in self.asked if isinstance(body, dict) and "state" in body]
         return [[state for path, state in told if path.startswith(kind)][-1] for kind in ("/task_runs/", "/flow_runs/")]
 
@@ -120,7 +120,7 @@ def test_a_run_is_that_of_the_form_which_started_it(tmp_path: Path, server: Reco
     launch.run(launch.Request("prompts", changes=SET, json=True), Store.open(tmp_path))
     patches = [body for method, path, body in server.asked if method == "PATCH" and path.endswith("1111")]
     assert set(patches[0]["tags"]) == {"mine", "puna", "prompts"} and patches[0]["name"].startswith("prompts")
-    assert not [path for _, path, _ in server.asked if path.endswith("1111/set_state")]  # its end is Prefect's to tell
+    assert not [path for _, path, _ in server.asked if path.endswith("1111/set_state")]  # Prefect itself reports its end
 
 
 def test_work_ends_at_once_when_the_server_is_gone(tmp_path: Path, server: Recorded) -> None:
@@ -142,7 +142,7 @@ def test_a_server_that_comes_back_is_told_what_it_missed(tmp_path: Path, server:
     for label in ("first", "second"):
         step = reporter.start_step(label, "prompts", {"prompts": [artifact] if label == "second" else []})
         reporter.finish_step(step, Outcome(artifact, label == "second", 1.0))
-    time.sleep(0.2)  # it tries meanwhile, and fails
+    time.sleep(0.2)  # the reporter tries meanwhile, and fails
     server.away = False
     while reporter.flow_run is None:
         time.sleep(0.05)
@@ -151,7 +151,7 @@ def test_a_server_that_comes_back_is_told_what_it_missed(tmp_path: Path, server:
     created = [body for body in steps if "task_key" in body]
     assert [body["name"] for body in created] == ["first", "second"]
     assert created[1]["task_inputs"] == {"prompts": [{"input_type": "task_run", "id": created[0]["id"]}]}
-    # What it learns of a step that is over is how it ended, at once.
+    # For a step that has ended, the server learns only the end, at once.
     assert [(body["state"]["type"], body["state"]["name"]) for body in steps] == [("COMPLETED", None), ("COMPLETED", "Cached")]
 
 

@@ -1,4 +1,4 @@
-"""The flow `round` as state in the lineage: with steps that only pretend to train, what moves the alias, and when."""
+"""The flow `round` as state in the lineage: whether and when the alias moves, with stub training steps."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ development: {count: 1}
 
 
 class PretendedConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of the stub model."""
 
 
 @stage(kind="model", version="1")
 def pretended_model(config: PretendedConfig, run: StageRun) -> None:
-    """A model is its skill, from 0 to 1."""
+    """Write a stub model: its skill, from 0 to 1."""
     (run.folder / "config.json").write_text(json.dumps({"skill": 0.1 + config.seed / 100}))
 
 
 @stage(kind="answers", version="1")
 def pretended_answers(model: Model, prompts: Prompts, config: PretendedConfig, run: StageRun) -> None:
-    """One answer for each prompt."""
+    """Write one answer for each prompt."""
     run.write_rows(
         [
             {"id": f"{model.data_digest[:8]}{row['id']}", "prompt_id": row["id"], "sample": 0, "model": model.data_digest, "text": "",
@@ -63,7 +63,7 @@ def pretended_answers(model: Model, prompts: Prompts, config: PretendedConfig, r
 
 @stage(kind="model", version="1")
 def pretended_training(model: Model, answers: Answers, config: PretendedConfig, run: StageRun) -> None:
-    """Each answer to a prompt raises the skill, and one to a prompt of the kind `bad` lowers it by much."""
+    """Raise the skill for each answer to a prompt, and lower it strongly for an answer to a prompt of the kind `bad`."""
     ids = answers.read()["prompt_id"].to_pylist()
     gain = sum(-0.2 if name.startswith("bad") else 0.01 for name in ids)
     skill = json.loads((model.path() / "config.json").read_text())["skill"] + gain
@@ -72,7 +72,7 @@ def pretended_training(model: Model, answers: Answers, config: PretendedConfig, 
 
 @stage(kind="evaluation", version="1")
 def pretended_examination(model: Model, prompts: Prompts, config: PretendedConfig, run: StageRun) -> None:
-    """Each held-out prompt's score is the skill, and a little for the prompt."""
+    """Score each held-out prompt with the skill, plus a little that depends on the prompt."""
     skill = json.loads((model.path() / "config.json").read_text())["skill"]
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "heldout"]
     run.write_rows([{"task": "all", "metric": "score", "value": skill, "low": None, "high": None, "n": len(rows)}])
@@ -80,7 +80,7 @@ def pretended_examination(model: Model, prompts: Prompts, config: PretendedConfi
 
 
 def one_round(number: int, before: rounds.State, tasks: Output, heldout: Output, **_: Any) -> rounds.State:
-    """Answers, training, evaluation."""
+    """Return the state after a round: answers, training, evaluation."""
     answers = step(pretended_answers, number=number, model=before.policy, prompts=tasks)
     policy = step(pretended_training, number=number, model=before.policy, answers=answers)
     measured = step(pretended_examination, f"evaluate_round_{number}", field="evaluate", model=policy, prompts=heldout)
@@ -88,14 +88,14 @@ def one_round(number: int, before: rounds.State, tasks: Output, heldout: Output,
 
 
 def pretend(patch: Any) -> None:
-    """Have the flow make its rounds of these steps."""
+    """Make the flow build its rounds from these stub steps."""
     trace.everything.cache_clear()
     patch.setattr(module, "one_round", one_round)
     patch.setattr(module, "evaluate", pretended_examination)
 
 
 class World:
-    """A store with a model and a pool of prompts, the recipe's file, and what firing the flow gives."""
+    """A store with a model and a pool of prompts, the recipe's file, and a method that runs the flow."""
 
     def __init__(self, folder: Path) -> None:
         self.store = Store.open(folder / "store")
@@ -103,7 +103,7 @@ class World:
         self.recipe.write_text(RECIPE)
 
     def fire(self, *inputs: Artifact | str, changes: tuple[str, ...] = (), flow: str = "round") -> str:
-        """Run the flow; returns what it said."""
+        """Run the flow; return its message."""
         texts = tuple(item.id if isinstance(item, Artifact) else item for item in inputs)
         recipe = load(str(self.recipe), list(changes), flow)
         given = checked_inputs(FLOWS[flow], recipe, texts, self.store, quiet=True)
@@ -128,7 +128,7 @@ class World:
         return self.store.alias("policy@latest")
 
     def learned(self) -> list[str]:
-        """The prompts that the policy's last round learned from."""
+        """Return the prompts that the policy's last round learned from."""
         found: list[str] = json.loads((self.policy.path() / "config.json").read_text())["of"]
         return found
 
@@ -157,7 +157,7 @@ def test_each_firing_is_another_round_until_nothing_is_left(world: World) -> Non
     before = world.policy.key
     assert world.fire(model, pool) == "no unused prompts: the 2 earlier rounds used the whole pool; add prompts with --input pool=ID"
     assert world.policy.key == before and world.store.log(world.store.runs()[-1]).state == "finished"
-    # More prompts, and no model named: it goes on from the alias.
+    # More prompts, and no model given: it continues from the alias.
     assert world.fire("policy@latest", world.pool(train=8)).startswith("round 3: ")
     assert world.learned() == ["good006", "good007"]
 
@@ -169,7 +169,7 @@ def test_a_round_that_does_not_gain_is_refused_and_the_next_has_other_prompts(wo
     mixed = world.pool(train=3, bad=3)
     assert world.fire(model, mixed).startswith("round 2: its candidate is the policy")
     assert all(name.startswith("good") for name in world.learned())
-    # A refused round is part of the history: its gate is kept, and its prompts are used.
+    # A rejected round is part of the history: its gate is kept, and its prompts count as used.
     assert not [g for g in maintenance.collect(world.store, keep_runs=0, work_days=0, remove=False) if "evaluation" in g.place and "gate" in g.reason]
     gates = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
     assert len(gates) == 2 and all(world.store.names()[gate.key] for gate in gates)
@@ -196,7 +196,7 @@ def test_align_stops_at_the_first_later_round_that_gains_nothing(world: World, m
     aliases = world.store.aliases()
     assert aliases["policy@latest"] == aliases["policy@round-1"] and "policy@round-2" not in aliases
     assert "good002" in world.learned() and "bad000" not in world.learned()
-    # The verdict is carried out: the flow `round` goes on with a round of its own.
+    # The verdict is applied: the flow `round` continues with its next round.
     assert world.fire("policy@latest", world.pool(train=6)).startswith("round 2: its candidate is the policy")
 
 
@@ -230,7 +230,7 @@ def test_a_round_waits_for_preferences_and_learns_a_grown_set_once(world: World,
 
 
 def test_a_plan_moves_nothing(world: World) -> None:
-    """Not even where a round was cut short before its verdict was carried out."""
+    """A plan changes nothing, even if a round was interrupted before its verdict was applied."""
     model, pool = world.model(), world.pool(train=6)
     world.fire(model, pool)
     (gate,) = [a for a in world.store.artifacts() if a.manifest.stage == "gate"]
@@ -263,7 +263,7 @@ def test_a_person_decides(world: World) -> None:
     execute(approval, ApprovalConfig(by="Bo", approved=False, reason="worse"), {"gate": second}, world.store)
     assert world.fire(model, pool) == "round 2: refused: the policy stays; refused by Bo: worse"
     assert world.policy.key == first.key
-    # Back to an earlier policy by hand: what was approved once is not done again behind one's back.
+    # After a manual return to an earlier policy, an earlier approval is not applied again by itself.
     world.store.set_alias("policy@latest", model)
     assert world.fire(model, pool).startswith("round 2: its candidate is the policy")
 
@@ -290,7 +290,7 @@ STEPS = ("pretended_training_1", "settle", "settled")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The aliases after one round that nothing interrupted."""
+    """Return the aliases after one round without interruption."""
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
         world = World(tmp_path_factory.mktemp("whole"))
@@ -326,7 +326,7 @@ def test_a_round_that_is_cut_short_goes_on_to_the_same_end(
         with pytest.raises(KeyboardInterrupt):
             world.fire(*inputs)
     assert world.fire(*inputs).startswith("round 1: its candidate is the policy")
-    # Keys are those of the same work on the same contents.
+    # The keys are those of the same work on the same contents.
     assert world.store.aliases() == undisturbed
 
 
@@ -336,7 +336,7 @@ def test_fired_again_while_it_is_at_work_it_is_one_round(world: World, monkeypat
 
     def fired_again(number: int, before: rounds.State, *given: Any, **named: Any) -> rounds.State:
         if current_walk().performs and not said:
-            said.append("")  # a round of the second run would come here again
+            said.append("")  # a round of the second run would get here again
             with ThreadPoolExecutor(1) as another:
                 said.append(another.submit(world.fire, model, pool).result())
         return one_round(number, before, *given, **named)
@@ -349,7 +349,7 @@ def test_fired_again_while_it_is_at_work_it_is_one_round(world: World, monkeypat
 
 
 def test_settling_at_the_same_moment_moves_the_alias_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a lock is lost: two runs with the same round both carry its verdict out, and a third model that came between stays."""
+    """After the loss of a lock: two runs with the same round both apply its verdict, and a third model set in between stays."""
     model, pool = world.model(), world.pool(train=40)
     world.fire(model, pool)
     first = world.policy
@@ -381,7 +381,7 @@ def test_without_verifiers_a_round_learns_from_the_preferences_that_it_is_given(
 
 
 def test_a_policy_of_another_lineage_takes_the_next_free_number_and_says_so(world: World) -> None:
-    """The mark of a round is its gate's: two first rounds have two gates, so both are carried out."""
+    """A round's mark belongs to its gate: two first rounds have two gates, so both verdicts are applied."""
     model, other, pool = world.model(), world.model(seed=9), world.pool(train=6)
     world.fire(model, pool)
     first = world.policy

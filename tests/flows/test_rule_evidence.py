@@ -1,4 +1,4 @@
-"""The good words that the shipped recipes lose, by the committed table: under their bars, and measured with the rules of today."""
+"""Good words lost to the shipped recipes, by the committed table: below their limits, and measured with the current rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from puna.flows.engine.recipe import shipped_recipes
 from tests.benchmarks.evidence import ALL_RULES, TABLE, conditions, digest
 
 BARS = {"article": 0.03, "documentation": 0.03, "forum": 0.04}
-"""Type of page → the share of its annotated words that the rules of a recipe may drop."""
+"""Type of page → maximum share of its annotated words that the rules of a recipe may drop."""
 AGAIN = "make the table again, with the annotated pages: tests/benchmarks/evidence.py --part rules --write"
 
 

@@ -17,7 +17,7 @@ from puna.stages.curate.select import SelectConfig
 from puna.storage import PunaError, Store
 
 SENTENCE = "The old bridge across the river was built of grey stone in the year of the great flood."  # 18 words
-# Long and whole; short; long but for the 18 words of its truth; junk of 20 words; junk of 80.
+# Long and whole; short; long except for the 18 words of its truth; junk of 20 words; junk of 80.
 PAGES = [
     Page(f"{SENTENCE} " * 10, False, f"{SENTENCE} " * 10, type="article"),
     Page(SENTENCE, False, SENTENCE, type="forum"),
@@ -29,7 +29,7 @@ GROUPS = {name: None for name in SelectConfig.model_fields if name not in ("grou
 
 
 def recipe(folder: Path) -> str:
-    """Write a recipe of two rules on words, and one in SQL."""
+    """Write a recipe with two rules on words and one in SQL."""
     off = {name: None for name in type(SelectConfig().gopher_quality).model_fields if name[:3] in ("min", "max")}
     rules = {**GROUPS, "gopher_quality": {**off, "min_words": 50, "max_hash_ratio": 0.1}, "sql": {"few": "words < 25"}}
     file = folder / "two.yaml"
@@ -47,7 +47,7 @@ def test_each_rule_is_judged_alone_and_in_its_order(tmp_path: Path) -> None:
     words, hashes, few = rows.values()
     assert words.condition == "words < 50" and words.alone["all"] == words.first["all"] == Tally(2, 18, 20)
     assert hashes.alone["all"] == hashes.first["all"] == Tally(1, 0, 80)
-    # The rule in SQL drops nothing that the first has not dropped.
+    # The rule in SQL drops nothing beyond what the first rule drops.
     assert few.alone["all"] == Tally(2, 18, 20) and few.first["all"] == Tally(0, 0, 0)
     assert found.loss() == 18 / 216 and found.loss("type=forum") == 1 and found.loss("type=article") == 0
     table = columns_of(found, "type")

@@ -1,4 +1,4 @@
-"""How a run that does not reach its end is told: by the terminal, by its log, by the commands that look."""
+"""How runs that fail or are stopped are reported: in the terminal, in the log, and by commands that read the store."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_report_reads_and_writes_in_its_store_alone(tmp_path: Path) -> None:
 
 def test_the_page_of_a_run_that_made_something_is_written_by_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path)
-    monkeypatch.setattr("puna.flows.report.write", None)  # in this process; a worker has its own
+    monkeypatch.setattr("puna.flows.report.write", None)  # in this process; a worker has its own copy
 
     with session(store, flow="align", workers=2, report=True) as now:
         now.perform(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=2, heldout=0, draws=20), {}, "prompts")
@@ -74,7 +74,7 @@ def test_the_first_run_on_a_processor_says_what_it_compiles(
 
 
 def test_a_step_tells_the_rows_that_its_artifact_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model has no rows of its own: only what it dropped is told, after no comma."""
+    """A model has no rows of its own: the line shows only the dropped rows, without a leading comma."""
     store = Store.open(tmp_path)
     dropped = pa.Table.from_pylist([{"id": "a", "rule": "r", "value": None, "threshold": None, "detail": None}], schema=table_schema("dropped").schema)
     identity = Identity("dpo")
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_the_driver_and_its_workers_in_peace(tmp_path: Path) -> None
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg"), "PREFECT_API_URL": ""}
-    # A shell starts background work with SIGINT ignored; a terminal does not.
+    # A shell starts background jobs with SIGINT ignored; a terminal does not.
     process = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -143,7 +143,7 @@ def test_ctrl_c_ends_the_driver_and_its_workers_in_peace(tmp_path: Path) -> None
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert "Stopped. Every step that started is finished. Go on with the same call" in out
-    assert error.count("Traceback") == 1 and "_process_worker" not in error  # the script's own: `puna` prints none
+    assert error.count("Traceback") == 1 and "_process_worker" not in error  # the script's own traceback: `puna` prints none
     with pytest.raises(ProcessLookupError):
         for _ in range(100):
             os.killpg(process.pid, 0)

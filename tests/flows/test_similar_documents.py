@@ -1,4 +1,4 @@
-"""`puna near`: which documents a text resembles, against sets of word runs by brute force."""
+"""`puna near`: documents similar to a text, compared with brute force over sets of shingles."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_shares_are_those_of_the_sets(stood, number):
 
 
 def test_an_index_of_added_documents_is_read_as_the_first_was_written(tmp_path):
-    """In shingles of three words; with the default's five keys and shares would be others."""
+    """In shingles of three words; the default of five would give other keys and shares."""
     store, rows = Store.open(tmp_path / "store"), corpus(4)
     config = MinhashDedupConfig(words=3, keep_index=True)
     first = execute(minhash_dedup, config, {"documents": documents(store, rows[:30])}, store)
@@ -80,7 +80,7 @@ def test_the_command_reads_text_and_pages_and_names_what_is_wrong(stood, tmp_pat
     assert "keep_index=true" in str(refused.exception) and not (tmp_path / "new").exists()
     inputs = (rows[5][3].encode(), file.read_bytes(), b"\x00\xff" * 2000)
     given = [CliRunner().invoke(app, ["near", "-", made.id, "--json", "--store", str(store.root)], input=what) for what in inputs]
-    for told in given[:2]:  # a page is known by its first tag
+    for told in given[:2]:  # a page is identified by its first tag
         best = json.loads(told.stdout)["found"][0]
         assert best["id"] == rows[5][0] and best["similarity"] == 1
     assert str(given[2].exception) == "-: the file is not text"

@@ -1,4 +1,4 @@
-"""The commands that look at a store, on a small one."""
+"""The commands that inspect a store, on a small one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a flow that do not need each other: made at one time by workers, with what one after the other makes."""
+"""Independent parts of a flow: workers run them in parallel, with the same results as one after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPE = {"prompts": {"tasks": [{"task": "digits"}], "train": 5, "heldout": 2, "
 
 
 class Threads(PartExecutor):
-    """Two workers, threads here; with `meet` neither begins before the other has a part, too."""
+    """An executor with two workers, here threads; with `meet`, neither starts before the other has a part, too."""
 
     slots = 2
 
@@ -45,7 +45,7 @@ class Threads(PartExecutor):
 
 
 def run(store: Store, *jobs: Callable[[], None]) -> list[str]:
-    """The artifacts of a flow of these parts, by step."""
+    """Return the artifacts of a flow with these parts, by step."""
     with session(store, flow="both") as now:
         Performer(Recipe("tiny", values=RECIPE)).walk(Flow("both", lambda: together(*jobs), ()), {})
         assert len(store.events(now.run)) == len(now.outcomes) + 1
@@ -53,7 +53,7 @@ def run(store: Store, *jobs: Callable[[], None]) -> list[str]:
 
 
 def arm(number: int) -> Callable[[], None]:
-    """A chain of two steps."""
+    """Return a chain of two steps."""
 
     def made() -> None:
         asked = step(prompts, f"prompts_{number}", field="prompts", number=number)
@@ -72,7 +72,7 @@ def test_parts_are_made_at_one_time_and_are_the_same(tmp_path: Path, monkeypatch
     assert len(expected) == 4
     monkeypatch.setattr(sessions, "connect", lambda *_: Threads(meet=True))
     assert run(Store.open(tmp_path / "two"), arm(1), arm(2)) == expected
-    # Reused, nothing is sent to a worker: two that wait for each other would wait for ever.
+    # Reused parts are not sent to a worker: two parts that wait for each other would wait forever.
     assert run(Store.open(tmp_path / "two"), arm(2)) == [name for name in expected if "_2" in name]
 
 
@@ -90,5 +90,5 @@ def test_a_part_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
         run(store, arm(1), broken)
     (name,) = store.runs()
     assert store.log(name).state == "failed" and store.log(name).error == "this arm fails"
-    # What ran beside it is finished and kept.
+    # The part that ran beside the failing one is finished and kept.
     assert {artifact.kind for artifact in store.artifacts()} == {"prompts", "instructions"}

@@ -1,4 +1,4 @@
-"""When a round is due because people have judged enough."""
+"""A round is due once people have judged enough."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from puna.storage.schemas import table_schema
 
 
 class Nothing(StageConfig):
-    """No settings."""
+    """A configuration without fields."""
 
 
 @stage(kind="model", version="1")
 def taught(preferences: Preferences, config: Nothing, run: StageRun) -> None:
-    """A model that learned from preferences."""
+    """Write a model that learned from preferences."""
     (run.folder / "config.json").write_text("{}")
 
 
@@ -41,7 +41,7 @@ def test_a_round_is_due_once_for_so_many_that_no_policy_learned_from(tmp_path: P
     store = Store.open(tmp_path)
     assert due(store) is None and load_trigger(store) == Trigger() and new_preferences(store) == 0
     first = judged(store, 3)
-    assert due(store) is None  # nobody asked for one
+    assert due(store) is None  # no request was made
     save_trigger(store, Trigger(3, "smollm2-135m"))
     name, asked = due(store) or ("", None)
     assert asked == Trigger(3, "smollm2-135m") and due(store) == (name, asked)

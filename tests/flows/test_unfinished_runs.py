@@ -1,4 +1,4 @@
-"""What a start of `puna up` makes of runs that the server still shows as unfinished."""
+"""How a start of `puna up` handles runs that the server still shows as unfinished."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from puna.storage import Store, runs
 
 
 class Server:
-    """A server with some unfinished runs; it notes which states it is given."""
+    """A stub of a server with unfinished runs; it records the states that it is given."""
 
     def __init__(self, unfinished: list[dict[str, Any]]) -> None:
         self.unfinished, self.states = unfinished, {}  # type: ignore[var-annotated]
@@ -50,7 +50,7 @@ def test_a_start_ends_runs_without_a_process_and_begins_those_that_were_about_to
     server = Server(unfinished)
     offering = DeploymentSync(store, server, [], linked=True)  # type: ignore[arg-type]
     offering.publish({}, lambda title, deployment: None)
-    assert not server.states  # a process that is about to tell may still do so
+    assert not server.states  # a process that is about to report may still do so
     offering.publish({}, lambda title, deployment: None)
     assert {identity: state for identity, (state, _) in server.states.items()} == {
         "1": "CRASHED", "2": "COMPLETED", "3": "CANCELLED", "4": "CANCELLED", "5": "SCHEDULED",
@@ -68,7 +68,7 @@ def test_runs_that_another_process_serves_are_left_alone(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("state", [Cancelling(), Running()])
 def test_a_run_that_is_cancelled_within_a_training_is_no_crash(monkeypatch: pytest.MonkeyPatch, state: State) -> None:
-    """A training holds SIGTERM's handler until its state is written, so Prefect cannot tell a cancellation from a crash."""
+    """A training run handles SIGTERM until its state is written, so Prefect alone cannot tell a cancellation from a crash."""
     server = SimpleNamespace(read_flow_run=lambda id: SimpleNamespace(state=state))
     monkeypatch.setattr(deployments, "get_client", lambda sync_client: contextlib.nullcontext(server))
     monkeypatch.setattr(FlowRunContext, "get", lambda: SimpleNamespace(flow_run=SimpleNamespace(id="a", name="b")))

@@ -1,4 +1,4 @@
-"""`puna up`: one process with Prefect's server, the forms, and the runs that they start; on a store of the test's own."""
+"""`puna up`: one process with Prefect's server, the forms, and the runs that they start, on a new store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 def until(what: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """The first true value of `what`, which is asked again and again."""
+    """Return the first true value of `what`, which is polled."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := what():
@@ -39,7 +39,7 @@ def until(what: Callable[[], Any], seconds: float = 240.0) -> Any:
 
 
 class Up:
-    """A `puna up` at work, asked over HTTP as a browser does."""
+    """A running `puna up`, with requests over HTTP as a browser sends them."""
 
     def __init__(self, folder: Path) -> None:
         self.store = Store.open(folder / "store")
@@ -66,7 +66,7 @@ class Up:
         for _ in range(20):
             try:
                 return self.server.ask(method, path, body, timeout=60.0)
-            except Unreachable:  # on SQLite a busy server asks to be asked again
+            except Unreachable:  # on SQLite a busy server asks clients to retry
                 time.sleep(0.5)
         raise TimeoutError(path)
 
@@ -74,7 +74,7 @@ class Up:
         return {found["entrypoint"].rpartition(".flow_")[2]: found for found in self.ask("POST", "/deployments/filter", {"limit": 200})}
 
     def start(self, name: str, **parameters: Any) -> str:
-        """The id of a run that is asked for as a form does."""
+        """Return the id of a run started as a form does."""
         found = self.deployments()[name]
         asked = {"parameters": {**found["parameters"], **parameters}, "state": {"type": "SCHEDULED"}}
         made: str = self.ask("POST", f"/deployments/{found['id']}/create_flow_run", asked)["id"]
@@ -98,7 +98,8 @@ class Up:
 
 @pytest.fixture(scope="module")
 def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """Up, on a store with some prompts, and three runs that forms asked for at once: each is a process that imports all that a run needs."""
+    """Yield a running `puna up`, on a store with some prompts, and three runs started by forms at once; each run is a process that imports
+    everything it needs."""
     folder = tmp_path_factory.mktemp("up")
     (prompts,) = made_before(Store.open(folder / "store"))
     made = Up(folder)
@@ -117,7 +118,7 @@ def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def made_before(store: Store) -> list[Artifact]:
-    """What is in the store before it is served."""
+    """Return the artifacts in the store before it is served."""
     request = launch.Request("stage:prompts", None, tuple(f"{name}={json.dumps(value)}" for name, value in CONFIG.items()), json=True)
     launch.run(request, store)
     return store.artifacts()
@@ -132,7 +133,7 @@ def test_forms_stand_in_the_order_of_the_pipeline_and_offer_what_there_is(at_wor
     assert all(found["description"] and "puna" in found["tags"] for found in offered.values())
     form = offered["curate"]["parameter_openapi_schema"]["properties"]
     assert "demo" in form["recipe"]["anyOf"][0]["enum"] and offered["curate"]["parameters"]["recipe"] == "demo"
-    # What may be left out is left out where nothing was picked.
+    # Fields in which nothing was picked are left out.
     assert {"title": "None", "type": "null"} in form["evaluations"]["anyOf"]
     assert all(one.get("type") != "null" for one in offered["extract"]["parameter_openapi_schema"]["properties"]["pages"]["anyOf"])
     # The recipe's value, not the stage's default.
@@ -156,7 +157,7 @@ def test_a_run_from_a_form_is_done_and_shows_what_it_made(at_work: Up) -> None:
     assert (step["name"], step["state"]["type"]) == ("instructions", "COMPLETED") and made.id in step["state"]["message"]
     assert shown["instructions"]["task_run_id"] == step["id"]
 
-    # It is on the forms that take instructions soon after, by a name that the command line and the form take.
+    # It soon appears on the forms that take instructions, under a name that the command line and the form accept.
     def offered() -> Any:
         choice = at_work.deployments()["sft"]["parameter_openapi_schema"]["properties"]["instructions"]
         return [name for form in choice.get("anyOf", []) for name in form.get("items", {}).get("enum", [])]
@@ -206,12 +207,12 @@ def test_a_worker_that_is_killed_comes_back_and_schedules_stay(at_work: Up) -> N
     assert "killed by SIGKILL" in at_work.said()
     found = at_work.deployments()["align"]
     assert found["id"] == align["id"] and [one["schedule"]["cron"] for one in found["schedules"]] == ["0 3 * * *"]
-    # What did not change was not sent again.
+    # Unchanged deployments are not sent again.
     assert at_work.deployments()["prompts"]["updated"] == untouched
 
 
 def test_a_second_start_on_the_store_says_where_the_first_is(at_work: Up, capsys: pytest.CaptureFixture[str]) -> None:
-    assert at_work.alive()  # or this process would become the server
+    assert at_work.alive()  # otherwise this process would become the server
     up(at_work.store.uri, "127.0.0.1", 0, 1, "")
     assert f"at {at_work.note['url']}" in capsys.readouterr().out
 
@@ -243,7 +244,7 @@ def test_a_form_of_these_pages_starts_what_its_plan_shows(at_work: Up) -> None:
     assert "1 run" in page("/puna/plan/prompts", urllib.parse.urlencode({**fields, "token": token}).encode())
     assert "draws" in page("/puna/plan/prompts", urllib.parse.urlencode({**fields, "set.draws": "-1", "token": token}).encode())
     started = page("/puna/start/prompts", urllib.parse.urlencode(fields).encode())
-    assert "<title>prompts" in started  # its page, whether the run has begun by now or not
+    assert "<title>prompts" in started  # the page shows the run whether or not it has started by now
     until(at_work.working)
     (run,) = at_work.ask("POST", "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["RUNNING"]}}}})
     assert run["parameters"]["config"]["train"] == 2_000_000

@@ -1,4 +1,4 @@
-"""Puna's own pages: what they say of a run, an artifact, thresholds and questions, and what they refuse."""
+"""Puna's own pages: what they show of a run, an artifact, thresholds and queries, and what they refuse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COUNT = 30
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Documents of 1 to 30 words that a rule on their number selected from, and a run that made prompts, twice."""
+    """Return a store with documents of 1 to 30 words, from which a rule on the word count selected, and a run that made prompts, twice."""
     made = Store.open(tmp_path_factory.mktemp("web"))
     ids = [f"{n:032x}" for n in range(1, COUNT + 1)]
     rows = [
@@ -64,7 +64,7 @@ def text(answer: object) -> str:
 
 
 def token_of(client: TestClient, path: str) -> str:
-    """The token that the form at an address sends along."""
+    """Return the token in the form at an address."""
     return re.findall(r'name="token" value="([^"]+)"', client.get(path).text)[0]
 
 
@@ -84,7 +84,7 @@ def test_a_run_shows_its_steps_and_what_was_reused(client: TestClient, store: St
 
 
 def test_a_run_shows_what_other_processes_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines of a step are in the run's log once it has ended, those of a failed one too; a run without any has no such section."""
+    """A run's log has the lines of a step once it has ended, also of a failed one; a run without such lines has no such section."""
     store = Store.open(tmp_path)
     for waiting in (iter([["rank 1: <loads>"], ["rank 1: ends"], []]), iter([[]] * 3)):
         monkeypatch.setattr("puna.stages.executors.ranks.lines_of_ranks", lambda waiting=waiting: next(waiting))
@@ -167,7 +167,7 @@ def test_a_form_stands_beside_its_plan_and_says_what_is_wrong(client: TestClient
     assert "never ran" in text(client.post("/plan/line_dedup", data={"documents": f"documents/{given.key[:12]}", "token": token}))
     refused = client.post("/start/prompts", content="set.train=-5&set.heldout=3")
     assert refused.status_code == 422 and "train: Input should be greater" in text(refused)
-    assert re.search(r'name="set.heldout"[^>]*value="3"', refused.text)  # nothing that was filled in is lost
+    assert re.search(r'name="set.heldout"[^>]*value="3"', refused.text)  # the form keeps the values that were filled in
     assert client.get("/start/nothing").status_code == 404 and "there is no such page" in text(client.get("/nothing"))
     assert "pipeline" in text(client.get("/start")) and "minhash_dedup" in text(client.get("/start"))
 
@@ -182,7 +182,7 @@ def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: St
     assert "25 of 30 documents are kept" in fewer and "5 would stay" in fewer
     assert "takes a number" in text(client.get(f"{asked}&gopher_quality.min_words=many"))
     assert "takes a whole number" in text(client.get(f"{asked}&gopher_quality.min_words=16.5"))
-    # The slider of a whole number steps through whole numbers, from one below the documents' quantiles (1.145 and 29.855) to one above.
+    # The slider of an integer steps through integers, from one below the documents' quantiles (1.145 and 29.855) to one above.
     assert 'type="range" min="1" max="30" step="1" value="11"' in client.get("/rules").text
 
 
@@ -245,7 +245,8 @@ def test_a_page_loads_what_is_its_own_alone(client: TestClient) -> None:
 
 
 def test_a_text_is_told_what_it_resembles(client: TestClient, store: Store) -> None:
-    """The made-up document of 20 words has, as each above the size of a run, the one run "word word …": all resemble all."""
+    """The generated document of 20 words has, like each one longer than a shingle, the single shingle "word word …": all are similar to
+    all."""
     documents = next(artifact for artifact in store.artifacts() if artifact.kind == "documents" and artifact.manifest.stage != "select")
     assert 'action="/puna/near"' in client.get("/documents").text
     found = client.post("/near", data={"artifact": documents.id, "text": "word " * 20})
@@ -294,7 +295,7 @@ def test_one_file_adds_a_page_and_one_a_command(client: TestClient, store: Store
 
 
 class Desk:
-    """A desk that knows one pair, and nothing that could be saved."""
+    """A stub of an annotation desk with one pair, and nothing that could be saved."""
 
     def at(self, by: str, place: int | None) -> dict[str, object]:
         return {"by": by, "place": place}
@@ -322,7 +323,7 @@ def test_a_desk_of_the_site_shows_pairs_takes_judgements_and_says_what_is_wrong(
 
 
 def chunk(data: bytes) -> bytes:
-    """Return a chunk of an HTTP answer."""
+    """Return a chunk of an HTTP response."""
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 

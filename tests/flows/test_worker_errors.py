@@ -1,4 +1,4 @@
-"""What processes of a run say on standard error."""
+"""Messages of a run's processes on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of Puna's source in which files move and change names, with every import of them."""
+"""Copies of Puna's source in which files are moved and renamed, together with every import of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copied(place: Path) -> Path:
 
 
 def versions(place: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return each stage's code version and the symbols that it reaches, as a new process of a copy computes them."""
+    """Return each stage's code version and the symbols that it reaches, as computed by a new process in a copy."""
     environment = os.environ | {"PYTHONPATH": str(place / ".pkg"), "PUNA_CACHE": str(place / "cache"), "NUMBA_CACHE_DIR": str(place / "loops")}
     done = subprocess.run([sys.executable, "-c", VERSIONS], env=environment, cwd=place, capture_output=True, text=True)
     if done.returncode:
@@ -83,7 +83,7 @@ def move_folder(place: Path, old: str, new: str) -> None:
 
 
 def move_rooms(place: Path) -> None:
-    """Rename every file of the room of texts and of the kernels, and move the first to another folder."""
+    """Rename every file in kernels/text and in kernels, and move kernels/text to another folder."""
     rename_files(place, "kernels/text", "renamed_")
     move_folder(place, "kernels/text", "kernels/strings_and_words")
     rename_files(place, "kernels", "moved_")

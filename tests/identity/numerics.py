@@ -1,10 +1,10 @@
 """The numerics versions of tensor operations: a record of their code, and a comparison of their bits with another commit's.
 
-    PYTHONPATH=.pkg python -m tests.identity.numerics [COMMIT]    # HEAD unless said
+    PYTHONPATH=.pkg python -m tests.identity.numerics [COMMIT]    # default: HEAD
 
-An artifact's key holds an operation's reference and the version in its file's `NUMERICS`, not the loops that compute it. So whoever
-changes those must know if the numbers changed. This runs all operations in the commit and here, on this machine. Where bits differ, the
-operation's version must be higher here. Then it writes the record that the test compares.
+An artifact's key holds an operation's reference and the version in its file's `NUMERICS`, not the loops that compute it. So a change of the
+loops needs a check that the numbers stay the same. This script runs all operations at the commit and in the working tree, on this machine.
+If an operation's bits differ, its version must be higher in the working tree. The script then writes the record that the test compares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECORD = Path(__file__).with_name("numerics.json")
 
 
 def files() -> list[Path]:
-    """Return the files of tensor operations and what they share."""
+    """Return the files of tensor operations and the files that these share."""
     return sorted(file for folder in ("kernels", "kernels/cpu") for file in (ROOT / folder).glob("*.py") if file.name != "__init__.py")
 
 
@@ -40,7 +40,7 @@ def declared() -> dict[str, dict[str, int]]:
 
 
 def code() -> dict[str, str]:
-    """Return a digest of each file's code, which comments, docstrings and names of local variables leave as it is."""
+    """Return a digest of each file's code; comments, docstrings and names of local variables do not affect it."""
     from puna.stages.identity.syntax import canonical, text
 
     def digest(file: Path) -> str:
@@ -52,7 +52,7 @@ def code() -> dict[str, str]:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    """Return calls of every declared operation on fixed numbers, by `file.operation`; what they return holds arrays or tensors."""
+    """Return calls of every declared operation on fixed numbers, by `file.operation`; the results hold arrays or tensors."""
     import torch
 
     from puna.kernels import adamw, attention, grouped_linear, kv_append, linear, moe, paged_attention, quantized_linear, swiglu
@@ -71,7 +71,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
     def trained(function: Callable[..., Any], *inputs: Any) -> Any:
-        """Return the outputs in fp32 and bf16, and the gradients of those that are numbers."""
+        """Return the outputs in fp32 and bf16, and the gradients of the floating-point inputs."""
         outputs: list[Any] = []
         for dtype in (torch.float32, bf16):
             given = [one.to(dtype, copy=True).requires_grad_() if torch.is_tensor(one) and one.is_floating_point() else one for one in inputs]
@@ -185,7 +185,8 @@ def bits_of(commit: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
 
 
 def in_process(folder: Path, name: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    """Return the bits and versions of a checkout, from a process that finds all loops compiled: one that compiles them may differ."""
+    """Return the bits and versions of a checkout, from a process that finds all loops compiled: a process that compiles them may give other
+    bits."""
     words = "import json; from tests.identity import numerics as n; print(json.dumps([n.bits(), n.declared()]))"
     environment = os.environ | {"PYTHONPATH": f"{folder}/.pkg:{folder}"}
     for _ in range(2):
@@ -197,7 +198,7 @@ def in_process(folder: Path, name: str) -> tuple[dict[str, str], dict[str, dict[
 
 
 def main(commit: str = "HEAD") -> None:
-    """Compare with a commit and write the record; end with 1 where bits differ under the same version."""
+    """Compare with a commit and write the record; exit with 1 if bits differ under the same version."""
     before, old = bits_of(commit)
     now, new = in_process(ROOT, "this checkout")
     silent = []

@@ -1,4 +1,4 @@
-"""A key holds what code means: files may move and be renamed, and an edit counts wherever the file stands."""
+"""Keys depend on the meaning of code: files may move and be renamed, and an edit counts wherever the file is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_of_moved_and_edited_code_only_the_edit_counts(tmp_path: Path) -> None:
         file = place / f"kernels/moved_{name}.py"
         text = file.read_text(encoding="utf-8")
         assert old in text
-        file.write_text(text.replace(old, new), encoding="utf-8")  # launch constants: no key holds them
+        file.write_text(text.replace(old, new), encoding="utf-8")  # launch constants: they are in no key
     after = versions(place)
     before = {name: (code_version(reached[name]), reached[name]) for name in after}
     changed = {name for name, (version, _) in after.items() if version != before[name][0]}

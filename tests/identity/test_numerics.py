@@ -1,4 +1,4 @@
-"""Tensor operations count in keys by their reference and a declared version; the record tells when their code changed."""
+"""Keys contain tensor operations by their reference and a declared version; the record shows when their code changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _number = itertools.count()
 
 @pytest.fixture
 def meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """meaning(old, new): the key's part of a stage that uses the operation above, in which `old` is `new`."""
+    """Return meaning(old, new): the part of a stage's key for the operation above, in which `old` is replaced by `new`."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def of(old: str = "", new: str = "") -> str:

@@ -1,11 +1,11 @@
-"""Shared oracle of the kernels' tests; the interpreter's tests run in a process of their own."""
+"""The shared oracle of kernel tests; tests under the interpreter run in a separate process."""
 
 import os
 
 import pytest
 import torch
 
-# Triton decides at its import whether to interpret, and puna.kernels.operators with it.
+# Triton and puna.kernels.operators decide at import whether to interpret.
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted/*"]
 
 
@@ -21,7 +21,7 @@ def _with_gradients(function, inputs):
 
 @pytest.fixture(scope="session")
 def within_budget():
-    """check(function, reference, inputs, dtype): values and gradients against the fp64 reference.
+    """Return check(function, reference, inputs, dtype), which compares values and gradients with the fp64 reference.
 
     In `dtype`, the function's largest error is at most twice that of the reference run in `dtype`, plus a few
     units in the last place of the largest value. `inputs` are fp64; those that require gradients are compared.
@@ -46,7 +46,7 @@ def within_budget():
 
 @pytest.fixture(scope="session")
 def normal():
-    """normal(*shape, seed=0): fp64 standard normal numbers that require gradients."""
+    """Return normal(*shape, seed=0), which draws fp64 standard normal numbers that require gradients."""
 
     def draw(*shape, seed=0, scale=1.0):
         generator = torch.Generator().manual_seed(seed)

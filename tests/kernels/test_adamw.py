@@ -1,4 +1,4 @@
-"""AdamW over many tensors against torch's and its definition in fp64."""
+"""AdamW over many tensors, compared with torch's and with its definition in fp64."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_steps_equal_the_reference(dtype):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_large_tensor_steps_alike_on_any_number_of_threads(threads):
-    """Eight chunks and an odd end: each element has the bits that it has alone in a tensor."""
+    """Eight chunks and an odd remainder: each element has the bits that it has in a tensor of its own."""
     size = 8 * CPU_CHUNK + 5
     generator = torch.Generator().manual_seed(1)
     whole = [torch.randn(size, generator=generator) for _ in range(3)] + [torch.rand(size, generator=generator)]

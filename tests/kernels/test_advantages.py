@@ -1,4 +1,4 @@
-"""Advantages: by hand, against the definition, and against a sum over each token's future."""
+"""Advantages by hand, against the definition, and against a sum over each token's future."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """Every Triton kernel compiled for sm_80, sm_90 and sm_100, without a GPU: registers, shared memory, instructions.
 
-The configurations are those that the launchers use for a model of width 4096, heads of 128 and bf16.
+The configurations are those that the launchers use for a model of width 4096 with heads of width 128 in bf16.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from puna.kernels import (  # noqa: E402
 )
 from puna.kernels.configurations import configuration  # noqa: E402
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # what one block may have
-# What multiplies matrices: with 16 rows, as in decoding, warps on their own; with 64 and more the newer units.
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # maximum shared memory of one block
+# Instructions of matrix products: with 16 rows, as in decoding, those of single warps; with 64 rows or more, the newer units.
 TENSOR_CORES = {
     "narrow": dict.fromkeys((80, 90, 100), r"mma\.sync"),
     "wide": {80: r"mma\.sync", 86: r"mma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"},
@@ -44,7 +44,7 @@ TENSOR_CORES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel: its arguments' types in order, each a letter of `TYPES` or spelled out; the constants, warps and stages."""
+    """One kernel: its arguments' types in order, each a letter of `TYPES` or written out; its constants, warps and stages."""
 
     kernel: object
     arguments: str | list[str]
@@ -131,7 +131,7 @@ class Usage:
 
 
 def compiled(case: Case, capability: int, tmp_path: Path) -> Usage:
-    """Compile to a cubin and read its resources from it."""
+    """Compile to a cubin and return its resources."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -184,7 +184,7 @@ ATTENTION = {
 
 
 def attention_case(name, tuned, width, dtype="bf16", window=False):
-    """A kernel of attention as its launcher calls it for heads of `width`, grouped by four."""
+    """Return an attention kernel's case as its launcher calls it for heads of `width`, in groups of four."""
 
     def tile(rows):
         return f"tensordesc<{dtype}[{rows},{width}]>" if tuned.descriptors else f"*{dtype}"
@@ -207,7 +207,7 @@ def attention_case(name, tuned, width, dtype="bf16", window=False):
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name, capability, width, window, tmp_path):
-    """Blocks by the memory's engine where the table says so, and no spills but where a GPU measured that they are worth it."""
+    """Blocks are loaded by TMA if the table says so, and registers spill only if a GPU measurement showed that it pays."""
     place = configurations.place_of(name, capability, width, window)
     tuned, machine = configurations.table()[place]
     usage = compiled(attention_case(name, tuned, width, window=window), capability, tmp_path)
@@ -220,7 +220,7 @@ def test_attention(name, capability, width, window, tmp_path):
 @pytest.mark.parametrize("capability", [86, 90])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_in_full_fp32(name, capability, tmp_path):
-    """Without tensor cores a thread multiplies by itself: larger tiles spilled kilobytes, and took ten times as long on an H200."""
+    """Without tensor cores, each thread multiplies by itself: larger tiles spilled kilobytes and were ten times slower on an H200."""
     tuned = configuration(name, capability, 128, fp32=True)
     usage = compiled(attention_case(name, tuned, 128, "fp32"), capability, tmp_path)
     assert usage.shared <= SHARED_BYTES[capability] and usage.stack < 1024, usage

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from puna.kernels import forest_mask as module
 from puna.kernels.attention import ForestMask, attention, attention_reference
 
-# A tree is (tokens of its chain, the trees below); a forest is a list of trees.
+# A tree is (length of its first chain of tokens, its subtrees); a forest is a list of trees.
 trees = st.recursive(
     st.tuples(st.integers(1, 9), st.just([])),
     lambda below: st.tuples(st.integers(1, 9), st.lists(below, max_size=4)),
@@ -20,7 +20,7 @@ forests = st.lists(trees, min_size=1, max_size=4)
 
 
 def lay_out(forest):
-    """Ends and, for each token, the set of tokens it sees, by walking the trees."""
+    """Return the ends and, for each token, the set of tokens that it sees, by walking the trees."""
     ends, seen = [], []
 
     def walk(tree, path):
@@ -62,7 +62,7 @@ def test_a_window_of_nothing_is_refused():
 @given(forests, st.integers(1, 12), st.integers(1, 12), st.sampled_from([None, 3]))
 @settings(max_examples=50, deadline=None)
 def test_blocks_to_visit_hold_every_visible_pair_once(forest, rows, columns, window):
-    """And those said to need no mask are visible altogether; the lists by keys say the same as those by queries."""
+    """In blocks without mask, all pairs are visible; the lists by keys agree with those by queries."""
     end, _ = lay_out(forest)
     mask = ForestMask.from_end(end).within(window)
     order_qk, counts_qk, order_kq, counts_kq = mask.blocks(rows, columns)
@@ -161,7 +161,7 @@ def test_inputs_are_left_alone_and_may_be_strided():
 
 
 def test_long_prompts_are_attended_once_per_tile():
-    """512 prompt tokens and 12 answers of 128: the pairs computed stay near the pairs that are visible."""
+    """512 prompt tokens and 12 answers of 128: the number of computed pairs is close to the number of visible pairs."""
     end = torch.tensor([2048] * 512 + [512 + 128 * (i // 128 + 1) for i in range(1536)], dtype=torch.int32)
     mask = ForestMask.from_end(end)
     pairs = sum((t.rows.stop - t.rows.start) * len(torch.arange(2048)[t.keys]) for t in mask.tiles)

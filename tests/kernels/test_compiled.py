@@ -1,4 +1,4 @@
-"""Compiled loops and what their caches know."""
+"""Compiled loops and their caches."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def fresh():
-    """fresh(code, folder): the words that code prints in a process that has loaded no loop; the cache lies in the folder.
+    """Return fresh(code, folder): the words that code prints in a process that has loaded no loop; the cache is in the folder.
 
-    The processes are forks of one that has numba, whose import costs a second.
+    The processes are forks of one that has imported numba, because the import takes a second.
     """
     own = os.environ | {"PYTHONPATH": str(numba_cache.ROOT / ".pkg")}
-    # -B: Python takes an edit of the same length in the same second for none.
+    # -B: otherwise Python overlooks an edit of the same length within the same second.
     command, pipe = [sys.executable, "-B", "-c", FORKS], subprocess.PIPE
     with subprocess.Popen(command, env=own, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
 
@@ -97,7 +97,7 @@ def fresh():
 
 @pytest.fixture
 def ask(fresh, tmp_path, monkeypatch):
-    """ask(): the result of `outer(1)` in a new process, and whether it came from the cache."""
+    """Return ask(): the result of `outer(1)` in a new process, and whether it came from the cache."""
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
@@ -120,7 +120,7 @@ def change(folder: Path, name: str, old: str, new: str) -> None:
 
 
 def test_a_loop_follows_a_change_of_whatever_it_reaches(ask, tmp_path):
-    change(tmp_path, "inner", "x + 1", "x + 3")  # called by what it calls
+    change(tmp_path, "inner", "x + 1", "x + 3")  # an indirect callee
     assert ask() == (3 * (8 + 15), False)
     change(tmp_path, "constants", "OFFSET = 10", "OFFSET = 20")
     assert ask() == (3 * (8 + 25), False)
@@ -226,14 +226,14 @@ def test_code_that_comes_back_is_not_compiled_again(ask, tmp_path):
 
 
 def test_a_profiler_changes_nothing(ask, tmp_path):
-    """Numba edits the flags of a loop's code object when it runs under a profiler."""
+    """Numba changes the flags of a loop's code object when it runs under a profiler."""
     under = f"import cProfile\ndef work():\n    import outer\n    outer.outer(1); outer.outer(1)\n    {ASK.replace('import outer; ', '')}\ncProfile.Profile().runcall(work)"
     again = "import numpy as np, cProfile, outer\ncProfile.Profile().runcall(outer.outer, 1)\nprint(outer.outer(np.float64(1)), 0)"
     for words, hits in ((under, "1"), (again, "0")):
         done = subprocess.run([sys.executable, "-c", words], cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout.split()[1] == hits
     assert ask() == (3 * (4 + 15), True)
-    # What was compiled under it is found without it.
+    # The loop compiled under the profiler is found without it.
     found = "import outer, numpy as np; print(outer.outer(np.float64(1)), sum(outer.outer.stats.cache_hits.values()))"
     done = subprocess.run([sys.executable, "-c", found], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["57.0", "1"]
@@ -291,7 +291,7 @@ def test_stages_that_ran_before_compile_nothing(monkeypatch):
     for way in ("plain", "profile", "plain"):
         done = subprocess.run([sys.executable, "-c", STAGES, way], cwd=numba_cache.ROOT / "deploy", capture_output=True, text=True, check=True)
         said.append([int(word) for word in done.stdout.split()[-2:]])
-    loaded = said[1][0]  # what loops call is loaded with them
+    loaded = said[1][0]  # a loop's callees are loaded with it
     assert loaded > 10
     assert said[1:] == [[loaded, 0], [loaded, 0]]
 
@@ -322,7 +322,7 @@ def test_a_process_that_compiles_computes_the_bits_of_those_that_load(tmp_path, 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(numba_cache.ROOT / ".pkg"))
     bits = []
-    for order in ("sorted", "sorted", "reversed"):  # loops that several objects hold come from the one that is loaded first
+    for order in ("sorted", "sorted", "reversed"):  # loops contained in several objects come from the one loaded first
         done = subprocess.run([sys.executable, "-c", OPERATIONS, order], capture_output=True, text=True, check=True)
         bits.append(sorted(done.stdout.splitlines()))
     assert len(bits[0]) == 4
@@ -396,7 +396,7 @@ COMPILE = "from puna.kernels.cpu import numba_cache as c; from pathlib import Pa
 
 
 def test_loops_that_come_compiled_serve_processors_that_have_their_instructions(tmp_path, monkeypatch):
-    """Whatever serves, the bits are those of Python's own floats and of integers modulo 2^64."""
+    """Whichever loop is used, the bits are those of Python's own floats and of integers modulo 2^64."""
     target = numba_cache.target()
     if target is None:
         pytest.skip("no loops come compiled for this processor")
@@ -419,7 +419,7 @@ def test_loops_that_come_compiled_serve_processors_that_have_their_instructions(
         assert done.stdout.split() == [*right.split(), "0"]
         assert sums.answer() == (right, 1)
         assert not list((tmp_path / "own").rglob("*.nbc"))
-        assert sums.answer(fastmath=True)[1] == 0  # sums in any order: never one that came compiled
+        assert sums.answer(fastmath=True)[1] == 0  # sums in any order: never from a shipped loop
         shutil.rmtree(tmp_path / "own")
         monkeypatch.setattr(numba_cache, "get_host_cpu_features", lambda: {"sse4.2": True})
         numba_cache.shipped_folder.cache_clear()

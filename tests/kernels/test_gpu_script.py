@@ -1,4 +1,4 @@
-"""The script of GPU measurements, whole, at its smallest shapes on a CPU."""
+"""The whole script of GPU measurements, at its smallest shapes on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products by groups of rows, against their definition."""
+"""Products by groups of rows, compared with their definition."""
 
 import pytest
 import torch

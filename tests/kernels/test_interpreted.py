@@ -1,4 +1,4 @@
-"""The Triton versions, run by Triton's interpreter on CPU tensors in a process of its own."""
+"""The Triton versions, run by Triton's interpreter on CPU tensors in a separate process."""
 
 import os
 import subprocess

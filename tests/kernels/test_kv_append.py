@@ -1,4 +1,4 @@
-"""New keys and values into pages, against one token at a time."""
+"""Appending keys and values to pages, compared with one token at a time."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ P, S, G, K = 3, 4, 2, 6
 
 
 def draw(N, dtype=torch.float32, new=None, seed=0):
-    """(pages of keys, of values, new keys, new values, places), as slices of a joint projection give them."""
+    """Return (key pages, value pages, new keys, new values, places); the new ones are slices of a joint projection."""
     generator = torch.Generator().manual_seed(seed)
     pages = [torch.randn(P, S, G, K, generator=generator).to(dtype) for _ in "kv"]
     joint = torch.randn(N, 4, G, K, generator=generator).to(new or dtype)
@@ -29,7 +29,7 @@ def test_equals_the_reference(N, dtypes):
 
 
 def test_pages_as_the_loops_read_them():
-    """Keys and values of different widths, places all over, in the layout of `new_pages`."""
+    """Keys and values of different widths, scattered places, in the layout of `new_pages`."""
     generator = torch.Generator().manual_seed(0)
     pages = new_pages(5, G, 6, 20, torch.float32)
     expected = [x.clone() for x in pages]

@@ -78,7 +78,7 @@ def test_low_precision_is_no_worse_than_torch(within_budget, dtype):
 
 
 def test_the_cpu_loops_give_the_same_on_two_threads(monkeypatch):
-    """Rows are cut among threads; only the order in which dweight's parts are added may differ."""
+    """Rows are divided among threads; only the order in which parts of dweight are added may differ."""
     monkeypatch.setattr("puna.kernels.cpu.loops.THREAD_ELEMENTS", 16)
     gate, up, w = (x.detach().float() for x in (normal(33, 8), normal(33, 8, seed=1), normal(8, seed=2)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -137,7 +137,7 @@ def test_operators_are_registered_as_torch_expects(layer):
 
 
 def test_modes_see_operators():
-    """Without a mode an operator may skip the dispatcher; a mode, such as torch's counter of operations, must still see it."""
+    """Without a mode, an operator may skip the dispatcher; a mode, such as torch's FLOP counter, must still see it."""
 
     def count(*args, **kwargs):
         return 7

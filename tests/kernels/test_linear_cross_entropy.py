@@ -1,4 +1,4 @@
-"""The chunked output layer against the plain one, in fp64 and at the edges of chunks."""
+"""The chunked output layer compared with the plain one, in fp64 and at chunk boundaries."""
 
 import math
 
@@ -23,7 +23,7 @@ def inputs(N=11, D=5, V=7, dtype=torch.float64, scale=1.0):
 
 @pytest.fixture(params=[1, 3, 11, 100])
 def chunk(request, monkeypatch):
-    """Rows of one chunk: one, not a divisor of 11, exactly all, more than all."""
+    """Use chunks of one row, of a number that does not divide 11, of exactly all rows, and of more than all rows."""
     monkeypatch.setattr(output_layer, "CHUNK_BYTES", 4 * 7 * request.param)
 
 
@@ -135,7 +135,7 @@ def test_operators_are_registered_as_torch_expects(dtype):
 
 
 def test_fp32_on_cpu_equals_the_reference(within_budget):
-    """The fused loop over a chunk's rows."""
+    """The fused loop over the rows of a chunk."""
     x, w, targets, weights = inputs(50, 8, 40)
     within_budget(
         lambda x, w, c: linear_cross_entropy(x, w, targets, c),

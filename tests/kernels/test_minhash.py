@@ -25,7 +25,7 @@ def hash32(data):
 
 
 def hashed(texts, n=5):
-    """XXH64 of the shingles of all texts, and their offsets."""
+    """Return XXH64 of the shingles of all texts, and their offsets."""
     found = [[xxhash.xxh64_intdigest(s) for s in shingles(t, n)] for t in texts]
     return np.array([h for f in found for h in f], dtype=np.uint64), np.cumsum([0, *map(len, found)]).astype(np.int64)
 

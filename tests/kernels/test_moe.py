@@ -1,4 +1,4 @@
-"""Routing to experts, there and back, against the definitions."""
+"""Routing, dispatch to experts and combination, compared with the definitions."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_routing(within_budget, normal, E, k, normalize, dtype):
     ours, reference = (lambda z, f=f: f(z, k, normalize)[:2] for f in (top_k_routing, top_k_routing_reference))
     within_budget(ours, reference, (normal(20, E),), dtype)
     assert torch.autograd.gradcheck(lambda z: top_k_routing(z, k, normalize)[:2], (normal(20, E),))
-    for pick in (0, 1):  # gradients of one output alone
+    for pick in (0, 1):  # gradients of only one output
         within_budget(lambda z, i=pick: ours(z)[i], lambda z, i=pick: reference(z)[i], (normal(20, E),), dtype)
 
 
@@ -50,7 +50,7 @@ def sorted_choices(T, E, k, seed=0):
 def test_to_the_experts_and_back(within_budget, normal, T, E, k, dtype):
     for seed in range(3):
         chosen, order, place, offsets = sorted_choices(T, E, k, seed)
-        for e in range(E):  # the rows of expert e are those of the tokens that chose it, in their order
+        for e in range(E):  # the rows of expert e come from the tokens that chose it, in order
             assert (order[offsets[e] : offsets[e + 1]] // k).tolist() == [t for t in range(T) if e in chosen[t]]
         assert order[place].tolist() == list(range(T * k))
         within_budget(lambda x, o=order, p=place: dispatch(x, o, p), lambda x, o=order: dispatch_reference(x, o), (normal(T, 6),), dtype)

@@ -1,4 +1,4 @@
-"""Ragged attention over pages, against one query at a time and the forest's own attention; exact passes, bit by bit."""
+"""Ragged attention over pages, compared with one query at a time and with the forest's own attention; exact passes, bit by bit."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ def integers(*rows):
 
 
 def pages_of(k_PSGK, v_PSGV):
-    """The same numbers laid out by `new_pages`."""
+    """Return the same numbers in the layout of `new_pages`."""
     made = new_pages(len(k_PSGK), k_PSGK.shape[2], k_PSGK.shape[3], v_PSGV.shape[3], k_PSGK.dtype)
     for pages, given in zip(made, (k_PSGK, v_PSGV), strict=True):
         pages.copy_(given)
     return made
 
 
-# Sequences 0 to 2 share two pages, 3 is a chunk of a prompt, 4 stands alone at its first token.
+# Sequences 0 to 2 share two pages, 3 is a chunk of a prompt, 4 has only its first token.
 PLAN = PagedPlan(
     integers([4, 1, 7], [4, 1, 0], [4, 1, 3], [2, 5, 0], [6, 0, 0]),
     integers(0, 1, 2, 2, *[3] * 20, 4)[:].view(-1),
@@ -47,7 +47,7 @@ def test_shared_own_and_chunked_pages(within_budget, dtype, H, G, K, V, window):
 
 
 def forest(seed=0):
-    """A prompt with answers, one of them with branches of its own, beside another document."""
+    """Return a forest of a prompt with answers, one of which branches again, and another document."""
     end = integers(*[95] * 21, *[40] * 19, *[95] * 10, *[70] * 20, *[95] * 25, *[130] * 35).view(-1)
     generator = torch.Generator().manual_seed(seed)
     return ForestMask.from_end(end), [torch.randn(len(end), heads, 24, generator=generator) for heads in (6, 3, 3)]
@@ -69,7 +69,7 @@ def test_exact_attention_is_attention_and_has_its_gradients(window):
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_query_has_the_same_bits_in_a_forest_alone_and_in_other_pages(window, threads):
-    """Every token of the forest: computed in one exact pass, and each path by itself, in pages in any order, in chunks."""
+    """Every token of the forest, computed in one exact pass; and each path alone, with pages in any order, in chunks."""
     mask, (q, k, v) = forest()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -82,7 +82,7 @@ def test_a_query_has_the_same_bits_in_a_forest_alone_and_in_other_pages(window, 
         path = torch.nonzero(seen[last])[:, 0]
         pages = new_pages(9, 3, 24, 24, torch.float32)
         for x in pages:
-            x.normal_(generator=shuffle)  # what nobody looks at may be anything finite
+            x.normal_(generator=shuffle)  # numbers that no query sees may be anything finite
         table = torch.randperm(9, generator=shuffle)[: -(-len(path) // PAGE)]
         depth = torch.arange(len(path))
         kv_append_(*pages, k[path], v[path], table[depth // PAGE] * PAGE + depth % PAGE)

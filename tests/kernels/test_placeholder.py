@@ -1,4 +1,4 @@
-"""The first use of a kernel by several threads at once, as loops over rows make it."""
+"""The first use of a kernel by several threads at once, as in loops over rows."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ def test_no_thread_gets_a_kernel_whose_file_still_has_placeholders():
     def compile(function):
         if function.__name__ != "called":
             helping.set()
-            time.sleep(0.05)  # as compilers take; the other thread asks meanwhile
+            time.sleep(0.05)  # as long as a compiler takes; the other thread calls meanwhile
         return function
 
     def code():

@@ -1,4 +1,4 @@
-"""8-bit linear layers: rounding by hand, products against their spelled-out definition, error of the approximation."""
+"""8-bit linear layers: rounding by hand, products compared with their explicit definition, error of the approximation."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_rounding_errs_by_half_a_step(kind, dtype):
     q, scale = quantize_rows(x, kind)
     assert q.dtype == TYPES[kind]
     error = (q.double() * scale.double()[:, None] - x.double()).abs()
-    # e4m3 has three bits behind the point, and steps of 2^-9 below 2^-6.
+    # e4m3 has three mantissa bits, and steps of 2^-9 below 2^-6.
     step = scale.double()[:, None] if kind == "int8" else (x.double().abs() / 8).clamp_min(scale.double()[:, None] * 2**-9)
     assert bool((error <= 0.5 * step * (1 + 1e-5)).all())
 
@@ -40,7 +40,7 @@ def test_rounding_errs_by_half_a_step(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 7), (64, 128, 48)])
 def test_products_equal_their_definition(kind, shape):
-    """The quantised numbers are the same, so that only the sums' rounding is left."""
+    """The quantised numbers are the same, so only the rounding of sums differs."""
     T, D, N = shape
     x, quantised = draw(T, D), quantize_rows(draw(N, D, seed=1), kind)
     torch.testing.assert_close(quantized_linear(x, *quantised), quantized_linear_reference(x, *quantised), rtol=1e-5, atol=1e-5)
@@ -48,7 +48,7 @@ def test_products_equal_their_definition(kind, shape):
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.012), ("fp8", 0.04)])
 def test_close_to_the_product_in_full_precision(kind, bound):
-    """Relative error of normal numbers: two roundings of about 1 / (127 * 12 / 3.3)^0.5 or 2^-4 / 3^0.5 each, added in squares."""
+    """Relative error for normal numbers: two roundings of about 1 / (127 * 12 / 3.3)^0.5 or 2^-4 / 3^0.5 each, added in squares."""
     x, w = draw(256, 512), draw(192, 512, seed=1)
     exact = x @ w.T
     assert (quantized_linear(x, *quantize_rows(w, kind)) - exact).norm() < bound * exact.norm()
@@ -60,7 +60,7 @@ def test_no_rows():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_registered_as_torch_expects(kind):
-    checks = ("test_faketensor",) + (("test_schema",) if kind == "int8" else ())  # it compares no FP8
+    checks = ("test_faketensor",) + (("test_schema",) if kind == "int8" else ())  # it cannot compare FP8
     torch.library.opcheck(module._quantize_rows.dispatched, (draw(4, 16), kind == "fp8"), test_utils=checks)
 
 
@@ -74,8 +74,9 @@ def test_devices_without_fp8_are_named(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(1, 5, 7), (6, 13, 100), (17, 64, 64), (5, 130, 192)])
 def test_rows_of_bytes_have_the_bits_of_the_operator(shape):
-    """Rows and columns beyond whole tiles, depths beyond whole steps; a row that is not finite gives no numbers, as there. A CPU without
-    AVX-512 VNNI computes them, too: LLVM ended its process while it compiled the loops of a model's layers, which reach these."""
+    """Rows and columns beyond whole tiles, depths beyond whole steps; a row that is not finite gives NaN, as in the operator. This also
+    runs on a CPU without AVX-512 VNNI, where LLVM used to end the process while compiling the loops of a model's layers, which call
+    these."""
     pytest.importorskip("numba")
     from puna.kernels.cpu.int8_products import products8, quantize_row, row_bytes
 
@@ -92,7 +93,7 @@ def test_rows_of_bytes_have_the_bits_of_the_operator(shape):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 7, 130), (33, 65, 1025), (70, 30, 4097)])
 @pytest.mark.parametrize("unit", [True, False])
 def test_sums_of_bytes_are_exact(shape, unit, monkeypatch):
-    """Sums of int64 are the oracle: depths beyond what fp32 adds without rounding, with the unit for bytes and without."""
+    """Sums of int64 are the oracle, at depths beyond which fp32 sums are exact, with and without the unit for bytes."""
     T, N, D = shape
     generator = torch.Generator().manual_seed(D)
     a, b = (torch.randint(-127, 128, (rows, D), dtype=torch.int8, generator=generator) for rows in (T, N))

@@ -1,4 +1,4 @@
-"""Every operator's definition has the gradient that finite differences say, in fp64."""
+"""Every operator's definition has the gradient that finite differences give, in fp64."""
 
 import pytest
 import torch

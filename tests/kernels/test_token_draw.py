@@ -1,4 +1,4 @@
-"""Drawing by the inverse of the cumulative distribution, and the log-sum-exps that come with it."""
+"""Token draws by the inverse of the cumulative distribution, and their log-sum-exps."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_draws_invert_the_cumulative_distribution(V, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_impossible_token_is_never_taken(dtype):
-    """All mass on token 3 of 300, at both ends of the unit interval; the same where all others are merely hopeless."""
+    """All mass on token 3 of 300, at both ends of the unit interval; and with all other tokens merely very unlikely."""
     for hopeless in (-torch.inf, -1000.0):
         logits = torch.full((4, 300), hopeless, dtype=dtype)
         logits[:, 3] = 0.0

@@ -39,7 +39,7 @@ TEXTS = [
 
 
 def shipped(name: str) -> str | None:
-    """A template that TRL carries, None without TRL."""
+    """Return a template that TRL ships; None without TRL."""
     found = find_spec("trl")
     folders = [] if found is None else list(found.submodule_search_locations or [])
     paths = [Path(folder) / "chat_templates" / f"{name}.jinja" for folder in folders]
@@ -48,7 +48,7 @@ def shipped(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Family:
-    """A tokenizer's kind: `kind` bytes or blanks, special tokens, those with a name, and the template."""
+    """A kind of tokenizer: `kind` (byte-level or SentencePiece), special tokens, the named ones among them, and the template."""
 
     kind: str
     special: tuple[str, ...]
@@ -65,7 +65,7 @@ HEADERS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end
 
 @cache
 def families() -> dict[str, Family]:
-    """The families whose templates are there: two are written here, the others come with TRL."""
+    """Return the families whose templates are available: two are written here, the others come with TRL."""
     marks = ("<unk>", "<s>", "</s>")
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     found = {
@@ -95,7 +95,7 @@ def families() -> dict[str, Family]:
 
 @cache
 def made(name: str) -> Tokenizer:
-    """The family's tokenizer, trained on a few lines."""
+    """Return the family's tokenizer, trained on a few lines."""
     family = families()[name]
     backend = tokenizers.Tokenizer(BPE(unk_token=None if family.kind == "bytes" else family.special[0], byte_fallback=family.kind != "bytes"))
     alphabet: list[str] = []
@@ -127,7 +127,7 @@ def made(name: str) -> Tokenizer:
 
 
 def _without_flags(backend: tokenizers.Tokenizer, tokens: list[str]) -> tokenizers.Tokenizer:
-    """The tokenizer in which `tokens` are plain members of the vocabulary, not special ones."""
+    """Return the tokenizer with `tokens` as plain members of the vocabulary, not special ones."""
     import json
 
     raw = json.loads(backend.to_str())
@@ -139,14 +139,14 @@ PIECES = ["Lima", " ", "\n", "\n\n", "  ", "12", "é", "🙂", "it's", "a b", "?
 
 
 def text(rng: random.Random, edges: bool = True) -> str:
-    """A short text; with `edges` it may begin and end in blanks."""
+    """Return a short text; with `edges` it may begin and end with spaces."""
     middle = "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 8)))
     whole = rng.choice(["", " ", "\n", "\n "]) + "Ok" + middle + rng.choice(["", " ", "\n"]) if edges else "Ok" + middle
     return whole
 
 
 def conversation(rng: random.Random, system: bool = True, edges: bool = True) -> list[dict[str, Any]]:
-    """One to four exchanges that alternate, perhaps behind a system turn, ending with an answer."""
+    """Return one to four exchanges, optionally after a system turn, ending with an answer."""
     turns: list[dict[str, Any]] = [{"role": "system", "content": text(rng, edges)}] if system and rng.random() < 0.4 else []
     for _ in range(rng.randint(1, 4)):
         turns += [{"role": role, "content": text(rng, edges)} for role in ("user", "assistant")]

@@ -1,4 +1,4 @@
-"""llama.cpp as the oracle of GGUF: its own server, from the package xllamacpp, on the loopback."""
+"""llama.cpp as the oracle for GGUF: its own server, from the package xllamacpp, on loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HARD = [
 
 
 class LlamaCpp:
-    """A model that llama.cpp serves."""
+    """A model served by llama.cpp."""
 
     def __init__(self, file: Path) -> None:
         xllamacpp = pytest.importorskip("xllamacpp", reason="the package xllamacpp, which carries llama.cpp, is not installed")
@@ -42,7 +42,7 @@ class LlamaCpp:
         return self.ask("/apply-template", messages=messages)["prompt"]
 
     def next(self, ids: list[int]) -> tuple[int, dict[int, float]]:
-        """The likeliest next token, and the ten likeliest with their log-probabilities (none where it is half a character)."""
+        """Return the likeliest next token, and the ten likeliest with their log-probabilities (none if it is half a character)."""
         found = self.ask("/completion", prompt=ids, n_predict=1, temperature=0, n_probs=10, samplers=["temperature"],
                          cache_prompt=False, ignore_eos=False, return_tokens=True)  # fmt: skip
         steps = found.get("completion_probabilities") or [{"top_logprobs": []}]

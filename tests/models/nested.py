@@ -1,4 +1,4 @@
-"""Settings of training written flat, as tests like to write them."""
+"""Training settings written flat, for short tests."""
 
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 
@@ -6,7 +6,7 @@ GROUPS = {"schedule": ScheduleSettings, "optimizer": OptimizerSettings, "compute
 
 
 def nested(**flat) -> dict:
-    """`flat` with each field in its group; `optimizer` is the optimizer's name, `schedule` the schedule's shape."""
+    """Return `flat` with each field in its group; `optimizer` is the optimizer's name, `schedule` the schedule's shape."""
     renamed = {"optimizer": "name", "schedule": "shape"}
     found: dict = {}
     for name, value in flat.items():

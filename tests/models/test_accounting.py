@@ -1,4 +1,4 @@
-"""Costs against published sizes, against the model itself and against counted operations."""
+"""Costs compared with published sizes, with the model itself and with counted operations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_operations_of_the_405b_run() -> None:
 
 
 def test_operations_against_a_count_of_matrix_products() -> None:
-    """The matrix products that a forward pass makes, counted at the modules, and attention's by its definition."""
+    """The matrix products of a forward pass are counted at the modules, attention's by its definition."""
     config = small()
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     counted = 0
@@ -98,14 +98,14 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_and_operations_of_every_variant(name: str) -> None:
-    """Parameters against the model; matrix products as they happen, expert by expert; pairs from the mask."""
+    """Parameters are compared with the model's; matrix products are counted as they run, expert by expert; pairs come from the mask."""
     config = ModelConfig(**{**small().to_dict(), "model_type": "", **VARIANTS[name], "head_dim": 0})
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     assert accounting.parameters(config).total == sum(p.numel() for p in model.parameters())
     forest = Forest.branch(list(range(20)), [list(range(9)), list(range(4))])
     pairs = sum(int(forest.mask.within(window).dense().sum()) for window in config.windows)
     counted = pairs * 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
-    # The counter does not look inside operators: [N, D] rows times one of [E, F, D] each.
+    # The counter does not see inside operators: [N, D] rows times one matrix of [E, F, D] each.
     experts = {torch.ops.puna.grouped_linear: lambda x, w, *_, **__: 2 * x[0] * w[1] * w[2]}
     with FlopCounterMode(display=False, custom_mapping=experts) as counter:
         linear = model.hidden(forest)
@@ -149,9 +149,9 @@ def test_activations_are_what_autograd_keeps() -> None:
     [
         (ModelConfig(vocab_size=4096, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2), [512] * 2),
         (ModelConfig(vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8), [200] * 5),
-        (ModelConfig(vocab_size=2048, hidden_size=64, intermediate_size=176, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True), [32] * 4),  # the first layer's moment
-        (ModelConfig(vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True), [32]),  # the end's
-        (ModelConfig(vocab_size=20_000, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2), [128] * 2),  # the output layer's
+        (ModelConfig(vocab_size=2048, hidden_size=64, intermediate_size=176, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True), [32] * 4),  # the peak is in the first layer
+        (ModelConfig(vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True), [32]),  # the peak is at the end
+        (ModelConfig(vocab_size=20_000, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2), [128] * 2),  # the peak is in the output layer
     ],
 )
 def test_peak_memory_of_a_step_is_within_five_percent(shape: tuple[ModelConfig, list[int]], checkpointing: bool) -> None:
@@ -170,7 +170,7 @@ def test_gradients_of_earlier_micro_batches_count() -> None:
     # With so few tokens, in bf16 the end is the peak: the whole state, the embedding's gradient and its inputs.
     found = accounting.peak_bytes(config, tokens, "bf16", accumulated=True)
     assert found == accounting.state_bytes(config, "bf16") + 2 * (vocabulary + 2 * row)
-    # In fp32 the output layer is: its gradient, the same scaled, three rows beside what the layers keep.
+    # In fp32 the output layer is the peak: its gradient, a scaled copy of it, and three rows on top of what the layers keep.
     found = accounting.peak_bytes(config, tokens, accumulated=True)
     assert found == accounting.state_bytes(config) + 8 * vocabulary + accounting.activation_bytes(config, tokens) + 4 * 3 * row
 
@@ -183,18 +183,18 @@ def test_step_time_and_intensity_by_hand() -> None:
     assert time.attention == pytest.approx((accounting.training_flops(config, [10, 20]) - matrices) / 1e8)
     assert time.total == time.matrices + time.attention + time.memory
     assert machine.ops_per_byte == 100
-    # More tokens share the update's traffic, so intensity rises towards that of the elementwise work.
+    # More tokens share the update's memory traffic, so the intensity rises towards that of the elementwise work.
     values = [accounting.intensity(config, [n]) for n in (1, 10, 100, 10_000)]
     assert values == sorted(values)
     assert Machine.gpu("NVIDIA H100 80GB HBM3").matrix_flops == pytest.approx(0.75 * 989e12)
-    with pytest.raises(ValueError, match="there are no rates of 'TPU'"):
+    with pytest.raises(ValueError, match="no rates are known for 'TPU'"):
         Machine.gpu("TPU")
 
 
 def test_memory() -> None:
     config = small()
     assert accounting.state_bytes(config) == 16 * accounting.parameters(config).total
-    # 8B, 8192 tokens of bf16 cache: 2 * 32 layers * 1024 wide * 2 bytes = 128 KiB a token.
+    # 8B, 8192 tokens of bf16 cache: 2 * 32 layers * 1024 wide * 2 bytes = 128 KiB per token.
     assert accounting.cache_bytes(shape("llama3-8b"), 8192, "bf16") == 8192 * 128 * 1024
     with pytest.raises(ValueError, match="precision must be"):
         accounting.state_bytes(config, "fp8")  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_matrix_rate_is_a_rate() -> None:
 
 
 def test_the_ceiling_is_the_fastest_routine_by_cpu_time_on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The product takes 2 s of CPU, torch's own routine 8, whatever the wall says; torch's threads are put back.
+    # The product takes 2 s of CPU time, torch's own routine 8 s, whatever the wall time; torch's thread count is restored.
     spent = {"now": 0.0, "wall": 0.0}
 
     def routine(seconds: float) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""The model under autocast, as other trainers compute in bf16: products in bf16, the residual stream and all else in fp32."""
+"""The model under autocast, as other trainers compute in bf16: products in bf16, the residual stream and everything else in fp32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_loss_and_gradients_are_those_of_fp32_but_for_rounding(kind: str) -> Non
         hidden = hub.model(ids).last_hidden_state
     assert out.logits.dtype == torch.bfloat16 and hidden.dtype == torch.float32
     out.loss.backward()
-    # A bf16 number has a relative error of up to 2^-9; an expert's choice may turn on it.
+    # A bf16 number has a relative error of up to 2^-9, which may change the choice of an expert.
     assert float(out.loss.detach()) == pytest.approx(float(plain.detach()), rel=2e-3)
     for name, p in hub.named_parameters():
         assert p.grad is not None and float((p.grad - expected[name]).norm() / expected[name].norm()) < 0.1, name

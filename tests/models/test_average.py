@@ -1,4 +1,4 @@
-"""Weight averages against arithmetic done in fractions."""
+"""Weight averages compared with exact fractions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_checkpoints_of_two_formats_have_their_mean_in_the_wider_one(tmp_path: P
 
 
 def test_configurations_may_differ_in_either_name_of_the_dtype(tmp_path: Path):
-    """Newer releases of transformers write `dtype` where older ones write `torch_dtype`."""
+    """Newer releases of transformers write `dtype`, older ones `torch_dtype`."""
     names = {"new": "dtype", "newer": "dtype", "old": "torch_dtype"}
     for seed, (folder, key) in enumerate(names.items()):
         save(model(seed).bfloat16() if folder == "newer" else model(seed), tmp_path / folder)

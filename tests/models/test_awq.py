@@ -1,4 +1,4 @@
-"""AWQ checkpoints: packed as AutoAWQ packs, read back to the number."""
+"""AWQ checkpoints: packed as AutoAWQ packs them, and read back exactly."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "g
 
 
 def pack(numbers):
-    """Written after AutoAWQ's WQLinear_GEMM.from_linear: the i-th four bits of an int32 are column order_map[i] of eight."""
+    """Pack as AutoAWQ's WQLinear_GEMM.from_linear does: the i-th four bits of an int32 are column order_map[i] of eight."""
     order_map = [0, 2, 4, 6, 1, 3, 5, 7]
     packed = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
     for column in range(packed.shape[1]):
@@ -29,7 +29,7 @@ def pack(numbers):
 
 
 def quantised(folder):
-    """A checkpoint with its layers' matrices packed, and the model that it stands for."""
+    """Return a checkpoint with its layers' matrices packed, and the equivalent unpacked model."""
     model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     save(model, folder)
@@ -58,7 +58,7 @@ def edit(folder, settings):
 
 
 def test_four_bits_by_hand():
-    """0x75316420 has in bits 4 i to 4 i + 3 the outputs 0, 2, 4, 6, 1, 3, 5, 7: unpacked they are counted through; 15 is the sign's place."""
+    """0x75316420 has in bits 4 i to 4 i + 3 the outputs 0, 2, 4, 6, 1, 3, 5, 7: unpacked, they count from 0 to 7; 15 sets the sign bit."""
     assert unpack(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [list(range(8))]
     assert unpack(torch.tensor([[-1, -(1 << 28)]], dtype=torch.int32)).tolist() == [[15] * 8 + [0] * 7 + [15]]
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_read_to_the_number(tmp_path):
 def test_other_layouts_are_refused_by_name(tmp_path, name, value):
     quantised(tmp_path)
     edit(tmp_path, {**SETTINGS, name: value})
-    with pytest.raises(CheckpointError, match=rf"quantization_config.{name} = {value!r} is not read here"):
+    with pytest.raises(CheckpointError, match=rf"quantization_config.{name} = {value!r} is not supported"):
         load(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Four bits by activations: what is moved leaves the model, what is written is read back, and large inputs are spared."""
+"""AWQ's search: scaling leaves the model's function unchanged, files are read back exactly, and large inputs lose less precision."""
 
 import json
 
@@ -21,7 +21,7 @@ ROWS = torch.randint(0, 256, (6, 80), generator=torch.Generator().manual_seed(1)
 
 
 def model_of(**more):
-    """Some inputs of each layer are thirty times as large as others, as in trained models."""
+    """Return a model in which some inputs of each layer are thirty times as large as others, as in trained models."""
     model = Transformer(ModelConfig(**SHAPE, **more), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -39,7 +39,7 @@ def logits(model):
 
 
 def test_four_bits_by_hand():
-    """From -3 to 12 in steps of 1: zero is 3; a group of positive numbers begins at 0; half of the range is cut to it."""
+    """From -3 to 12 in steps of 1: zero is 3; a group of positive numbers starts at 0; with share one half, the range is clipped."""
     w = torch.stack([torch.arange(32.0) % 16 - 3, torch.linspace(0, 30, 32)])
     found = round_to_4_bits(w, 32)
     assert found.scales.tolist() == [[1.0, 2.0]] and found.zeros.tolist() == [[3, 0]]
@@ -55,7 +55,7 @@ def test_packing_is_what_reading_unpacks():
 
 
 def test_scales_move_without_changing_the_model(monkeypatch):
-    """With matrices that are not rounded: norms and the matrices before give less by what those after take more."""
+    """Without rounding: norms and preceding matrices shrink by the factors by which the following matrices grow."""
     class Whole:
         def __init__(self, w, *_):
             self.w = w
@@ -79,7 +79,7 @@ def _steep(x, heads, power):
 
 
 def test_the_best_exponent_and_shares_are_found():
-    """Against all of them one by one; at exponent 0 the scales are 1, so that nothing is worse than plain rounding."""
+    """Compared with all candidates one by one; at exponent 0 the scales are 1, so the result is never worse than plain rounding."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 64, generator=generator) * torch.where(torch.arange(64) % 16 == 0, 20.0, 1.0)
     w = torch.randn(24, 64, generator=generator)
@@ -100,7 +100,7 @@ def test_the_best_exponent_and_shares_are_found():
 
 
 def test_inputs_that_are_large_are_spared():
-    """Half of plain rounding's divergence at most."""
+    """At most half of plain rounding's divergence."""
     whole = logits(model_of()).log_softmax(-1)
     divergence = {}
     for search in (False, True):
@@ -129,9 +129,9 @@ def test_what_cannot_be_is_refused():
     mla = Mla(kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10)
     plain = {**SHAPE, "qkv_bias": False}
     for shape in ({"moe": Moe(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32)}, {"mla": mla, "num_key_value_heads": 4}):
-        with pytest.raises(ValueError, match="plain attention and feed-forward blocks"):
+        with pytest.raises(ValueError, match="plain attention, followed by plain feed-forward blocks"):
             group_of(Transformer(ModelConfig(**{**plain, **shape})))
-    with pytest.raises(ValueError, match=r"divide into no groups of \(128, 64, 32\)"):
+    with pytest.raises(ValueError, match=r"cannot be divided into groups of \(128, 64, 32\)"):
         group_of(Transformer(ModelConfig(**{**plain, "intermediate_size": 72})))
     with pytest.raises(ValueError, match="multiple of 8"):
         group_of(Transformer(ModelConfig(**{**plain, "head_dim": 6, "num_attention_heads": 16})))

@@ -1,4 +1,4 @@
-"""Chat templates: the ids of transformers' apply_chat_template, and loss masks against expectations written by hand."""
+"""Chat templates: token ids equal to transformers' apply_chat_template, and loss masks compared with masks written by hand."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def chatml(template: str = CHATML, base: str = "qwen2_5") -> Tokenizer:
 
 
 def say(*turns: str | dict[str, Any], system: str | None = None) -> list[dict[str, Any]]:
-    """User and assistant in turn."""
+    """Return messages of user and assistant in turn."""
     roles = itertools.cycle(["user", "assistant"])
     made_ = [turn if isinstance(turn, dict) else {"role": next(roles), "content": turn} for turn in turns]
     return made_ if system is None else [{"role": "system", "content": system}, *made_]
 
 
 def segments(tokenizer: Tokenizer, row: Row) -> list[tuple[bool, str]]:
-    """The row as text, cut where training begins and ends."""
+    """Return the row as text segments, each with a flag that is True if it is trained."""
     found, start = [], 0
     for trained, group in itertools.groupby(row.trained):
         stop = start + len(list(group))
@@ -87,7 +87,7 @@ def test_tools_and_calls_as_transformers(tmp_path: Path):
     messages = say("How large?", {"role": "assistant", "content": None, "reasoning": "a circle", "tool_calls": [call]},
                    {"role": "tool", "name": "area", "content": "12.57"})  # fmt: skip
     assert own.chat(messages, tools=tools) == twin.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
-    # Arguments as JSON text, in which data sets keep them, are the same call.
+    # Arguments as JSON text, as data sets store them, are the same call.
     call["function"]["arguments"] = '{"r": 2}'
     assert own.chat(messages, tools=tools) == twin.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
     (row,) = own.render([*messages, {"role": "assistant", "content": "12.57 square metres"}], tools)
@@ -204,7 +204,7 @@ def test_a_prompt_that_opens_a_thought_is_mended_by_enable_thinking():
         ("llama3", [*say("Q"), {"role": "assistant", "content": "A", "reasoning": "because"}], "turn 1: the template does not write its reasoning"),
         ("qwen2_5", [*say("Q"), {"role": "assistant", "content": [{"type": "text", "text": "A"}]}], "turn 1: its content is a list, not text"),
         ("qwen2_5", say("Q", "A<|im_end|>"), r"turn 1: it writes out the control token <\|im_end\|>"),
-        ("qwen2_5", say("Q"), "turn 0: no turn is the assistant's"),
+        ("qwen2_5", say("Q"), "turn 0: no turn has the role assistant"),
         ("qwen2_5", [{"content": "Q"}], "turn 0: it names no role"),
     ],
 )  # fmt: skip
@@ -215,9 +215,9 @@ def test_what_cannot_be_masked_is_refused(name: str, messages: list[dict[str, An
 
 
 def test_a_template_without_an_end_or_with_text_behind_it_is_refused():
-    with pytest.raises(ChatError, match="turn 1: the template writes no stop token behind the answer"):
+    with pytest.raises(ChatError, match="turn 1: the template writes no stop token after the answer"):
         chatml("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}").render(say("Q", "A"))
-    with pytest.raises(ChatError, match="turn 1: the template writes 'Goodbye' behind the end of the answer"):
+    with pytest.raises(ChatError, match="turn 1: the template writes 'Goodbye' after the end of the answer"):
         chatml("{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}{% if not add_generation_prompt %}Goodbye{% endif %}").render(
             say("Q", "A")
         )
@@ -239,7 +239,7 @@ def test_every_answer_is_trained_once_and_stands_behind_its_prompt(name: str, se
             assert row.ids[stop - 1] in own.stop_ids
             said = own.decode(row.ids[:stop])[len(own.decode(prompt)) :]
             assert said.removesuffix(own.decode([row.ids[stop - 1]])).strip().endswith(messages[turn]["content"].strip())
-            # A pair holds the same tokens; its mask leaves the answer's own.
+            # A pair holds the same tokens; its mask marks the template's tokens.
             asked, answer, mask = own.render_pair(messages[:turn], messages[turn])
             assert (asked, answer) == (prompt, row.ids[start:stop])
             assert mask[-1] and not all(mask)
@@ -307,7 +307,7 @@ def test_an_entry_of_a_template_s_list_without_name_or_text_is_named_with_its_fi
 
 
 def test_packed_documents_begin_with_what_the_tokenizer_has() -> None:
-    """Qwen's tokenizers have no `bos`: their documents are told apart by `eos`."""
+    """Qwen's tokenizers have no `bos`: `eos` separates their documents."""
     whole = made("llama3")
     without = Tokenizer(whole.backend, {"eos_token": "<|eot_id|>"})
     assert whole.begin == whole.bos != whole.eos and without.bos is None and without.begin == without.eos == whole.eos
@@ -318,7 +318,7 @@ def test_packed_documents_begin_with_what_the_tokenizer_has() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reply_goes_on_as_the_whole_conversation_would(name: str):
     own = family(name)
-    told = own.token(own.stop_ids[0])  # written out in the reply, it is text
+    told = own.token(own.stop_ids[0])  # written out in the reply, it is plain text
     turns = [{"role": "user", "content": "What is the capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
     following = [{"role": "user", "content": f"No, {told} think."}]
     stop, ids = own.reply(following)

@@ -1,4 +1,4 @@
-"""Folders that transformers reads and writes, and folders that must be refused by name."""
+"""Model folders that transformers reads and writes, and invalid folders, which are refused with an error that names them."""
 
 import json
 import weakref
@@ -90,7 +90,7 @@ def test_reads_the_older_place_of_the_rotary_base(tmp_path):
 
 @pytest.mark.parametrize("head", [None, "scalar"])
 def test_tensors_go_to_their_device_one_by_one(tmp_path, monkeypatch, head):
-    """To the device that holds nothing, as a GPU stands in for it: no tensor of the model is left on the host."""
+    """The device is torch's `meta`, in place of a GPU: no tensor of the model stays on the host."""
     save(build(), tmp_path)
     onto, held = torch.Tensor.to, []
 

@@ -1,4 +1,4 @@
-"""torch.compile takes a decoder whole, and does not start again for every length."""
+"""torch.compile compiles a decoder as one graph, and does not recompile for every length."""
 
 from __future__ import annotations
 

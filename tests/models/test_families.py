@@ -1,4 +1,4 @@
-"""Every layout against transformers' own model of it: logits, gradients, files and generation."""
+"""Every checkpoint layout compared with transformers' own model: logits, gradients, files and generation."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def build(name, head="lm", dtype=torch.float32, seed=0):
     config = ModelConfig(**{**SHAPE, **FAMILIES[name]})
     model = Transformer(config, head, generator=torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(seed + 1)
-    for parameter in model.parameters():  # biases and gains that matter
+    for parameter in model.parameters():  # random biases and gains, so that they affect the result
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model.to(dtype)
@@ -74,7 +74,7 @@ def test_an_expert_of_another_shape_is_named(tmp_path, name, part):
 
 @pytest.fixture
 def exact(monkeypatch):
-    """transformers computes norms, angles and routing in fp32 whatever the dtype; here they keep the dtype."""
+    """Make transformers compute norms, angles and routing in the model's dtype, not in fp32."""
     import transformers.models.deepseek_v3.modeling_deepseek_v3
     import transformers.models.llama.modeling_llama
     import transformers.models.mistral.modeling_mistral
@@ -118,7 +118,7 @@ def close(ours, expected, tolerance):
 
 
 def compare(name, folder, dtype, tolerance):
-    """Logits and all gradients of a model, and of transformers' on the files that it wrote."""
+    """Compare logits and all gradients of a model with those of transformers' model loaded from its files."""
     model, tokens = build(name, dtype=dtype), ids(3, 21)
     save(model, folder)
     twin = theirs(folder, dtype)
@@ -146,7 +146,7 @@ def test_logits_and_gradients_equal_transformers_in_fp64(tmp_path, name, exact):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_files_go_round(tmp_path, name):
-    """Ours, read by transformers and written by it, read by the hub model and written by that: one layout."""
+    """Files written by Puna, by transformers' model and by the hub model have one layout, and each is read by the others."""
     from puna.models.formats.hub import PunaForCausalLM
 
     model = build(name)
@@ -180,7 +180,7 @@ def test_hub_model_generates_as_transformers_does(tmp_path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_engine_draws_what_the_whole_forest_would(name):
-    """Greedy answers token by token from the cache, and their log-probs, against full forward passes."""
+    """Greedy answers token by token from the cache, and their log-probs, compared with full forward passes."""
     from puna.models.generation import Engine, SamplingParams
 
     model = build(name, dtype=torch.float64)
@@ -241,7 +241,7 @@ def test_parallel_block_is_its_formula_and_goes_round(tmp_path):
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"])
 def test_transformers_defaults_are_understood(family):
-    """A family's configuration as its class makes it, written and read, has the same shape."""
+    """A family's configuration with its class's defaults has the same shape after writing and reading."""
     import transformers
 
     config = getattr(transformers, f"{family}Config")()
@@ -289,7 +289,7 @@ def test_layouts_that_cannot_hold_a_model_are_refused():
 
 
 def write_gguf(model, path, extra=()):
-    """The model as llama.cpp's converter lays it out: projections Q8_0, query and key rows interleaved."""
+    """Write the model as llama.cpp's converter does: projections in Q8_0, query and key rows interleaved."""
     import gguf
 
     config = model.config

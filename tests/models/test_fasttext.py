@@ -1,4 +1,4 @@
-"""A classifier's training and scores against the definition in plain numpy, and against fastText itself."""
+"""Training and scores of a classifier, compared with the definition in plain numpy and with fastText itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SETTINGS = Settings(rate=0.5, epochs=4, ngrams=2, dimension=16, min_count=1, buc
 
 @contextmanager
 def zeroed_memory():
-    """Have memory come zeroed from the allocator: fastText 0.9.3 initialises a tenth of its matrix only, and takes the rest as it finds it."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc fills what it hands out with the complement of this byte
+    """Make the allocator return zeroed memory: fastText 0.9.3 initialises only a tenth of its matrix, and uses the rest uninitialised."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc fills the memory that it returns with the complement of this byte
     if set_option is not None:
         set_option(-6, 0xFF)  # M_PERTURB
     try:
@@ -39,7 +39,7 @@ def zeroed_memory():
 
 @pytest.fixture(scope="module")
 def data():
-    """Lines of three classes that share half of their words."""
+    """Return lines of three classes that share half of their words."""
     generator = np.random.default_rng(5)
     classes = np.arange(150, dtype=np.int32) % 3
     texts = [" ".join(generator.choice(WORDS[k::3] + WORDS[:9], int(generator.integers(0, 40))).tolist()) for k in classes]
@@ -47,7 +47,7 @@ def data():
 
 
 def signed_hash(word):
-    """Return FNV-1a with 32 bits, where bytes and the result have a sign."""
+    """Return 32-bit FNV-1a with signed bytes and a signed result."""
     state = 2166136261
     for byte in word.encode():
         state = (state ^ (byte - 256 * (byte > 127))) % 2**32 * 16777619 % 2**32
@@ -55,7 +55,7 @@ def signed_hash(word):
 
 
 def rows_of(line, model):
-    """Return the rows of a line's words and pairs of words."""
+    """Return the rows for a line's words and pairs of words."""
     words, known = [*line.split(), "</s>"], {word: n for n, word in enumerate(model.words.to_pylist())}
     pairs = [(signed_hash(a) * 116049371 + signed_hash(b)) % 2**64 for a, b in pairwise(words)]
     return [known[word] for word in words if word in known] + [len(known) + pair % model.weights.buckets for pair in pairs]
@@ -99,7 +99,7 @@ def test_the_same_lines_give_the_same_file_and_fasttext_gives_the_same_scores(da
 
 
 def read_of(model, file):
-    """Return a model written and read again."""
+    """Return a model after writing and reading it."""
     write(model, file)
     found = read(file)
     assert isinstance(found, Model)
@@ -109,7 +109,7 @@ def read_of(model, file):
 def test_rare_words_are_left_out_and_frequent_ones_come_first():
     model = fit(pa.array(["b a b", "c b"]), np.array([0, 1], np.int32), ["x", "y"], SETTINGS._replace(min_count=2, ngrams=1))
     assert model.words.to_pylist() == ["b", "</s>"] and model.weights.first.shape == (2, 16)
-    # Nothing is known of the other words.
+    # All other words are unknown.
     alone, with_others = model.probabilities(pa.array(["b", "a b c never\x00seen"]))
     np.testing.assert_allclose(alone, with_others, rtol=1e-6)
 
@@ -140,7 +140,7 @@ def test_files_that_are_damaged_or_of_other_models_are_none(data, tmp_path):
 
 
 def test_a_stopped_training_goes_on_and_gives_the_same_bits(data, tmp_path, monkeypatch):
-    """Stopped three times, by Ctrl-C or after a state that was saved by time."""
+    """Stopped three times, by Ctrl-C or after a periodic save."""
     whole = fit(*data, LABELS, SETTINGS)
     monkeypatch.setattr(fasttext_module, "SLICE", 37)
     monkeypatch.setattr(fasttext_module, "SAVE_SECONDS", 1e-9)

@@ -1,4 +1,4 @@
-"""Layouts by hand and by brute force."""
+"""Forest layouts, compared with results by hand and by brute force."""
 
 import pytest
 import torch

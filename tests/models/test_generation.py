@@ -1,4 +1,4 @@
-"""The engine against the trainer's log-probs, transformers' greedy search and the distributions."""
+"""The generation engine, compared with the trainer's log-probs, transformers' greedy search and exact distributions."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ def prompts(count, longest=20, seed=0):
 
 
 def packed_logprobs(model, asked, answers, temperature):
-    """What a training pass over all prompts with their answers in one row gives, in the order of the answers."""
+    """Return the log-probs that a training pass over all prompts with their answers in one row gives, in the order of the answers."""
     targets = Targets.from_answers(asked, [[answer.tokens for answer in row] for row in answers])
     return model.token_logprobs(targets.forest, targets.positions, targets.tokens, temperature)[0]
 
@@ -48,12 +48,12 @@ def drawn_logprobs(answers):
 
 
 def pages(model, count):
-    """Bytes of so many pages."""
+    """Return the bytes of `count` pages."""
     return count * Cache(model, 1).bytes
 
 
 def nothing_is_left(engine):
-    """All pages are free or only kept for who begins alike."""
+    """Check that all pages are free or held only as cached prefixes."""
     scheduler = engine.scheduler
     return scheduler.idle and scheduler.pool.available == len(scheduler.pool.references)
 
@@ -61,7 +61,7 @@ def nothing_is_left(engine):
 @pytest.mark.parametrize("sequences", [3, 64])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.7, 0.8)])
 def test_logprobs_are_near_the_trainers(model, sequences, temperature, top_p):
-    """With answers that stop at different times and others that take their places."""
+    """Some answers stop earlier than others, and new answers take their slots."""
     asked = prompts(9)
     params = SamplingParams(n=3, temperature=temperature, top_p=top_p, max_tokens=25, stop=(0, 1, 2, 3, 4), seed=3)
     engine = Engine(model, sequences=sequences)
@@ -87,7 +87,7 @@ WAYS = {
 
 
 def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
-    """Whatever the batch, the chunks, the pauses, and prefixes found; and the gradient pass has the same forward."""
+    """For any batch, chunks, pauses and cached prefixes; and the pass with gradients has the same forward results."""
     wide = ModelConfig(vocab_size=131, hidden_size=64, intermediate_size=90, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=20, initializer_range=0.2)
     model = Transformer(wide, generator=torch.Generator().manual_seed(0))
     generator = np.random.default_rng(0)
@@ -103,7 +103,7 @@ def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
         assert answers == first, name
         assert (engine.scheduler.preemptions > 0) == ("pages" in way) and nothing_is_left(engine), name
         if name == "three places":
-            assert engine.generate(asked[::-1], params)[::-1] == first  # from the tree of prefixes
+            assert engine.generate(asked[::-1], params)[::-1] == first  # from cached prefixes
     with exact_passes(torch.float32, torch.device("cpu")):
         expected = packed_logprobs(model, asked, first, temperature)
     assert expected.requires_grad and torch.equal(drawn_logprobs(first), expected)
@@ -111,7 +111,7 @@ def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
 
 @pytest.mark.parametrize("sequences", [1, 2, 5, 100])
 def test_answers_depend_on_nothing_but_prompt_and_seed(model, sequences):
-    """Not on the places, the order or the company of the prompts. In fp64, where rounding flips no draw."""
+    """Answers do not depend on the number of slots, or on the other prompts and their order. In fp64, so that rounding flips no draw."""
     exact = Transformer(CONFIG, generator=torch.Generator().manual_seed(0)).double()
     asked = prompts(7)
     params = SamplingParams(n=2, max_tokens=12, stop=(0, 1, 2, 3), seed=11)
@@ -127,7 +127,7 @@ def test_answers_depend_on_nothing_but_prompt_and_seed(model, sequences):
 
 
 def test_forks_of_an_older_prompt_between_those_of_a_newer_one_draw_from_their_own(model):
-    """Of four places one computes the second prompt, one begins the first prompt's last answer, two begin the second prompt's."""
+    """Of four slots, one computes the second prompt, one starts the first prompt's last answer, two start the second prompt's answers."""
     params, asked = SamplingParams(n=5, max_tokens=3, stop=NEVER), prompts(2)
     engine = Engine(model, exact=True, sequences=4)
     requests, found = [engine.submit(asked[0], params)], {}
@@ -163,14 +163,14 @@ def test_greedy_equals_transformers(model):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """How many tokens each step computed."""
+    """Return a list of the number of tokens that each step computed."""
     counts = []
     monkeypatch.setattr("puna.models.generation.engine.run", lambda *given: counts.append(sum(len(w.tokens) for w in given[2])) or run(*given))
     return counts
 
 
 def test_prompts_are_computed_once(model, computed):
-    """12 answers of 6 tokens to each of 5 prompts in 4 places: each prompt's tokens pass the model once."""
+    """12 answers of 6 tokens to each of 5 prompts in 4 slots: each prompt's tokens pass through the model once."""
     asked = prompts(5)
     Engine(model, sequences=4).generate(asked, SamplingParams(n=12, max_tokens=6, stop=NEVER))
     assert sum(computed) == sum(map(len, asked)) + 5 * 12 * 5
@@ -188,7 +188,7 @@ def test_steps_keep_to_their_budget_and_prompts_do_not_hold_up_answers(model, co
 
 
 def test_a_longer_prompt_begins_where_the_cache_ends(model, computed):
-    """A conversation goes on: what was said and answered before is computed no more than from its last whole page on."""
+    """In a continued conversation, earlier turns are recomputed only from the end of their last whole page."""
     prompt, params = list(range(37)), SamplingParams(temperature=0, max_tokens=20, stop=NEVER)
     engine = Engine(model)
     ((answer,),) = engine.generate([prompt], params)
@@ -201,7 +201,7 @@ def test_a_longer_prompt_begins_where_the_cache_ends(model, computed):
 
 @pytest.mark.parametrize(("way", "temperature", "tokens"), [("all at once", 0.0, 1), ("all at once", 1.0, 4), ("little of everything", 1.0, 3)])
 def test_guesses_change_no_answer_and_save_steps(model, computed, way, temperature, tokens):
-    """Exact passes, in which rounding flips no draw, and few tokens, so that what stood before comes again."""
+    """Passes are exact, so that rounding flips no draw; a bias leaves only `tokens` tokens to draw, so that earlier text recurs."""
     asked = prompts(4)
     params = SamplingParams(n=2, temperature=temperature, max_tokens=40, stop=NEVER, seed=5, logit_bias=dict.fromkeys(range(tokens), 30.0))
     limits = {key: value for key, value in WAYS[way].items() if key != "pages"}
@@ -218,7 +218,7 @@ def test_guesses_change_no_answer_and_save_steps(model, computed, way, temperatu
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guesses_after_penalties_change_no_answer_and_leave_nothing(model, computed, way, temperature):
-    """A penalty, so that a row must know the tokens before it."""
+    """With a penalty, a row must know the tokens before it."""
     asked = prompts(4)
     params = SamplingParams(n=2, temperature=temperature, max_tokens=60, stop=NEVER, seed=5, logit_bias=dict.fromkeys(range(4), 30.0), frequency_penalty=0.1)
     limits = {key: value for key, value in WAYS[way].items() if key != "pages"}
@@ -226,12 +226,12 @@ def test_guesses_after_penalties_change_no_answer_and_leave_nothing(model, compu
     engine = Engine(model, exact=True, memory=pages(model, WAYS[way].get("pages", 4000)), **limits)
     computed.clear()
     assert engine.generate(asked, dataclasses.replace(params, speculate=5)) == plain and nothing_is_left(engine)
-    assert max(computed) <= limits.get("step_tokens", math.inf) + 8  # beside one for each answer
+    assert max(computed) <= limits.get("step_tokens", math.inf) + 8  # in addition to one for each answer
 
 
 @pytest.fixture(scope="module")
 def near(model):
-    """A model that often draws what the other does: its weights, changed a little."""
+    """Return a model that often draws the same tokens as the other: its weights, slightly changed."""
     other = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for parameter in other.parameters():
@@ -242,7 +242,8 @@ def near(model):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_drafts_guesses(model, near, way, temperature):
-    """At temperature 0 answers are those without; log-probs are the trainer's bit by bit. In pauses, chunks and few places."""
+    """At temperature 0 the answers equal those without a draft; log-probs equal the trainer's bit by bit, with pauses, chunks and few
+    slots."""
     params = SamplingParams(n=3, temperature=temperature, max_tokens=20, stop=(0, 1), seed=5, presence_penalty=0.5)
     limits = {"memory": 2 * pages(model, 4000), **WAYS[way]}
     if "pages" in limits:
@@ -259,7 +260,7 @@ def test_a_drafts_guesses(model, near, way, temperature):
 
 
 def test_answers_with_a_draft_follow_from_the_seed():
-    """Not from what runs beside them, as long as a step has room for guesses. In fp64, where rounding flips no draw."""
+    """Answers do not depend on concurrent requests, as long as a step has room for guesses. In fp64, so that rounding flips no draw."""
     model, smaller = (Transformer(CONFIG, generator=torch.Generator().manual_seed(seed)).double() for seed in (0, 1))
     params, asked = SamplingParams(n=2, max_tokens=15, stop=NEVER, seed=3, speculate=3), prompts(4)
     answers = DraftedEngine(model, smaller).generate(asked, params)
@@ -269,7 +270,7 @@ def test_answers_with_a_draft_follow_from_the_seed():
 
 
 def test_answers_with_a_draft_have_the_models_distribution(near):
-    """3000 answers of three tokens, of which the draft guesses the second: chi-square of all three against every path of the model."""
+    """3000 answers of three tokens, with a guess for the second: chi-square of all three against every path of the model."""
     model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(n=3000, temperature=0.7, max_tokens=3, stop=NEVER, seed=5, speculate=2)
     (row,) = DraftedEngine(model, near, sequences=500).generate([[7, 8, 9]], params)
@@ -291,7 +292,7 @@ def test_answers_with_a_draft_have_the_models_distribution(near):
 
 
 def test_judged_guesses_have_the_larger_models_distribution():
-    """Over a grid of numbers: guesses drawn from q, of which each is taken or replaced, are p to the grid's width."""
+    """Over a grid of random numbers: guesses drawn from q, each accepted or replaced, are distributed as p, up to the grid's resolution."""
     p, q, size = torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([0.4, 0.1, 0.25, 0.25]), 400
     grid = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     found = torch.zeros(4, dtype=torch.float64)
@@ -305,8 +306,8 @@ def test_judged_guesses_have_the_larger_models_distribution():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_draft_that_is_the_model_is_always_right(computed, temperature):
-    """In fp64, where rounding flips no draw: six guesses and a token a step, for forks of a prompt and where a prefix is found, too;
-    so a draft has computed all that lies in the pages."""
+    """In fp64, so that rounding flips no draw: six guesses and one token per step, also for forks of a prompt and with a cached prefix, so
+    a draft has computed everything in the pages."""
     model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0)).double()
     engine = DraftedEngine(model, model, step_tokens=30)
     params = SamplingParams(n=2, temperature=temperature, max_tokens=36, stop=NEVER, speculate=6)
@@ -317,7 +318,7 @@ def test_a_draft_that_is_the_model_is_always_right(computed, temperature):
 
 
 def test_a_wrong_draft_is_seldom_asked(model, computed):
-    """One that is never right: six tokens, then one, after 1, 3 and then every 4 steps without."""
+    """A draft that is never right gets six guesses, then one, after 1, 3 and then every 4 steps without a guess."""
     backwards = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         backwards.lm_head.weight.neg_()
@@ -329,13 +330,13 @@ def test_a_guess_is_what_followed_the_longest_run_before():
     lookup = Lookup(4)
     assert lookup.guess([1, 2, 3, 4, 5, 2, 3], 9) == [4, 5, 2, 3]
     lookup.learn(4, 1)
-    assert lookup.guess([1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3], 9) == [4, 5, 2]  # after 1 2 3, not the later 2 3; as many as were right, and more
+    assert lookup.guess([1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3], 9) == [4, 5, 2]  # after 1 2 3, not the later 2 3; as many as were right, and one more
     lookup.learn(3, 0)
     longer = [1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3, 9, 2, 3]
-    assert [lookup.guess(longer, 9) for _ in range(2)] == [[], [9]]  # after a step without
-    branching = [1, 2, 3, 4, 1, 2, 5, 6, 7, 2, 8, 1, 2]  # after 1 2 came 5, before it 3; after 2 alone 8 last
-    assert Lookup(4).guess([0, *branching], 3) == [5, 6, 7]  # pairs are the shortest runs, the later counts
-    assert Lookup(4).guess([9, 1, 2, 7, 3, 1, 2, 4, 9, 1, 2], 2) == [7, 3]  # the longer run before a later shorter one
+    assert [lookup.guess(longer, 9) for _ in range(2)] == [[], [9]]  # after a step without a guess
+    branching = [1, 2, 3, 4, 1, 2, 5, 6, 7, 2, 8, 1, 2]  # 1 2 was last followed by 5, before that by 3; 2 alone was last followed by 8
+    assert Lookup(4).guess([0, *branching], 3) == [5, 6, 7]  # pairs are the shortest n-grams; the latest occurrence counts
+    assert Lookup(4).guess([9, 1, 2, 7, 3, 1, 2, 4, 9, 1, 2], 2) == [7, 3]  # a longer n-gram takes precedence over a later shorter one
     assert Lookup(4).guess([1, 2, 3], 9) == [] and Lookup(4).guess([1, 5, 6, 5, 6], 3) == [5, 6, 5]
 
 
@@ -356,7 +357,8 @@ def test_a_change_of_the_weights_empties_the_cache(by):
 
 @pytest.mark.parametrize(("length", "n", "new"), [(37, 6, 30), (48, 4, 17), (5, 1, 40), (31, 5, 90)])
 def test_the_most_pages_in_use_follow_from_the_lengths(model, length, n, new):
-    """A prompt's whole pages once, and each answer's own; once all have begun, the prompt's begun page is one of these."""
+    """A prompt's whole pages count once, and each answer's own pages; once all answers have started, one of them uses the prompt's partial
+    page."""
     engine = Engine(model)
     engine.generate([list(range(length))], SamplingParams(n=n, max_tokens=new, stop=NEVER))
     whole, written = length // PAGE, length + new - 1  # the last token is drawn, not computed
@@ -364,7 +366,7 @@ def test_the_most_pages_in_use_follow_from_the_lengths(model, length, n, new):
 
 
 def test_first_tokens_follow_the_model(model):
-    """4000 draws of one token: the chi-square statistic of the likely tokens is that of its distribution."""
+    """4000 draws of one token: the chi-square statistic of the likely tokens fits the model's distribution."""
     (row,) = Engine(model).generate([[7, 8, 9]], SamplingParams(n=4000, max_tokens=1, stop=NEVER, seed=5))
     counts = np.bincount([answer.tokens[0] for answer in row], minlength=CONFIG.vocab_size)
     with torch.no_grad():
@@ -383,7 +385,7 @@ GRID = (np.arange(1000) + 0.5) / 1000
 
 
 def shares(p, **params):
-    """How often each token is drawn at a grid of numbers, and the draws' probabilities: true and told."""
+    """Return how often each token is drawn over a grid of random numbers, and the draws' true and reported probabilities."""
     logits = torch.tensor(p).log().expand(1000, len(p)).contiguous()
     rows = [Draw(SamplingParams(stop=NEVER, **params), u, [0], [1, 1, 2]) for u in GRID]
     tokens, logprobs, errors = draw(logits, rows)
@@ -399,7 +401,7 @@ def shares(p, **params):
         ({"top_p": 0.69}, {1: 4 / 7, 3: 3 / 7}),
         ({"top_p": 0.75}, {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}),
         ({"top_k": 2}, {1: 4 / 7, 3: 3 / 7}),
-        ({"top_k": 3, "top_p": 0.42}, {1: 1.0}),  # 4/9 of what top_k leaves
+        ({"top_k": 3, "top_p": 0.42}, {1: 1.0}),  # 4/9 of the mass that top_k leaves
         ({"min_p": 0.49}, {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}),
         ({"min_p": 0.51}, {1: 4 / 7, 3: 3 / 7}),
         ({"top_k": 1, "temperature": 2.0}, {1: 1.0}),
@@ -417,7 +419,7 @@ def test_cuts_keep_the_likeliest_and_logprobs_stay_the_models(monkeypatch, size,
 
 
 def test_shifts_change_the_draw_and_not_the_logprobs():
-    """The answer so far is 1, 1, 2 after the prompt 0. Weights of 1/4 each, changed by hand."""
+    """The answer so far is 1, 1, 2 after the prompt 0. All tokens have probability 1/4; the expected changes are computed by hand."""
     even = [0.25] * 4
     for params, weights in (
         ({"presence_penalty": math.log(2)}, [1, 1 / 2, 1 / 2, 1]),
@@ -444,7 +446,7 @@ def test_each_row_is_drawn_by_its_own_parameters():
 
 
 def test_a_row_that_cannot_be_drawn_fails_alone():
-    """The other rows have the bits that they have without it, in the loops (fp32) and in PyTorch (fp64)."""
+    """The other rows keep the bits that they have without the failing row, in the loops (fp32) and in PyTorch (fp64)."""
     def mask(allowed):
         return lambda _: torch.full((50,), allowed)
 
@@ -554,7 +556,7 @@ def test_bad_requests_are_refused(model):
 
 
 def test_a_broken_model_is_reported_and_can_be_mended():
-    """What a diverged model left in the cache is gone with it."""
+    """A diverged model's values in the cache are dropped with the model."""
     broken = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
     weight = broken.model.layers[0].self_attn.v_proj.weight
     engine, params = Engine(broken), SamplingParams(max_tokens=3, stop=NEVER)
@@ -569,7 +571,7 @@ def test_a_broken_model_is_reported_and_can_be_mended():
 
 
 def test_weights_that_change_midway_are_seen_by_what_runs():
-    """After the change an answer goes on as if its tokens so far had been asked of the new weights."""
+    """After the change, an answer continues as if its tokens so far were a prompt to the new weights."""
     changing = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
     engine = Engine(changing)
     request = engine.submit(list(range(30)), SamplingParams(temperature=0, max_tokens=12, stop=NEVER))
@@ -584,7 +586,7 @@ def test_weights_that_change_midway_are_seen_by_what_runs():
 
 @pytest.mark.parametrize("also", [{"qkv_bias": True, "o_bias": True, "qk_norm": True, "head_dim": 12}, {"sliding_window": 5, "sliding_layers": (1,)}])
 def test_layers_by_loops_have_the_bits_of_the_models(also):
-    """Exact answers with each layer in a few loops are those by the model's own operators, as training computes them."""
+    """Exact answers from a few compiled loops per layer equal those from the model's own operators, which training uses."""
     config = ModelConfig(**{**CONFIG.to_dict(), "head_dim": 0, **also, "model_type": ""})
     model = Transformer(config, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

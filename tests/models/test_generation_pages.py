@@ -1,4 +1,4 @@
-"""No page is lost or leaked, whatever requests come, fork, end, are cancelled, paused or found again."""
+"""The scheduler loses and leaks no page, for any sequence of requests, forks, ends, cancellations, pauses and reused prefixes."""
 
 import numpy as np
 from hypothesis import settings
@@ -13,7 +13,7 @@ from puna.models.generation.sinks import Kept
 
 
 class Pages(RuleBasedStateMachine):
-    """The scheduler without a model: each page remembers the tokens that were written to it, and by which position each is turned."""
+    """The scheduler without a model: each page records the tokens written to it, and the position by which each key is rotated."""
 
     @initialize(count=st.integers(7, 30), sequences=st.integers(1, 6), step_tokens=st.integers(1, 60), kept=st.sampled_from([None, None, Kept(16, 16), Kept(0, 32), Kept(16, 32)]))
     def begin(self, count, sequences, step_tokens, kept):
@@ -23,38 +23,38 @@ class Pages(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 70), n=st.integers(1, 4), new=st.integers(1, 40), branch=st.integers(0, 3), ahead=st.integers(0, 9), priority=st.integers(0, 1))
     def ask(self, length, n, new, branch, ahead, priority):
-        """Prompts that begin alike for some pages, and then do not."""
+        """Submit prompts that share some first pages."""
         prompt = [token if token < 20 else 100 * branch + token for token in range(length)]
         params = SamplingParams(n=n, max_tokens=new, stop=(), speculate=ahead, priority=priority)
         request = Request(prompt, params, frozenset(), (), ())
         try:
             self.scheduler.add(request)
         except ValueError:
-            assert -(-(length + new) // PAGE) + 1 > len(self.held)  # an answer's pages, and one that is copied
+            assert -(-(length + new) // PAGE) + 1 > len(self.held)  # an answer's pages, and one for a copy
         else:
             self.asked.append(request)
 
     @rule(token=st.integers(0, 1), ends=st.integers(0, 7), right=st.integers(0, 9))
     def step(self, token, ends, right=0):
-        """Compute what is due, start what can be, draw, some of it as guessed; one in eight answers ends by itself."""
+        """Compute the due tokens, start and draw what is possible, with some guesses accepted; one in eight answers ends by itself."""
         work = self.scheduler.plan()
         for source, target in self.scheduler.copies:
             self.held[target], self.turned[target] = self.held[source], self.turned[source]
-        for pages in self.scheduler.turns.values():  # pages of an answer's own
+        for pages in self.scheduler.turns.values():  # pages that only this answer uses
             assert all(self.scheduler.pool.references[page] == 1 and page not in self.scheduler.pool.nodes for page in pages)
             self.turned[pages] -= self.scheduler.kept.step
         self.scheduler.copies, self.scheduler.turns = [], {}
         for answer in work:
             for place, written in enumerate([*answer.tokens[answer.computed : answer.computed + answer.count], *answer.guess], answer.place):
                 page = answer.pages[place // PAGE]
-                assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # nobody else sees what is written
+                assert place % PAGE == 0 or self.scheduler.pool.references[page] == 1  # no other answer refers to a written page
                 self.held[page, place % PAGE], self.turned[page, place % PAGE] = written, place
             self.scheduler.mark_computed(answer, object())
         for number, answer in enumerate([answer for answer in work if answer.hidden is not None] + list(self.scheduler.fork())):
             held = answer.guess[:right]
             answer.hidden, answer.guess = None, []
             answer.computed += len(held)
-            answer.tokens += [*held, 1000 + (token + number) % 2]  # of two, so that several have followed what stands before
+            answer.tokens += [*held, 1000 + (token + number) % 2]  # two possible tokens, so that several tokens have followed the same context
             answer.logprobs += [0.0] * (len(held) + 1)
             assert len(answer.logprobs) <= answer.request.params.max_tokens
             if len(answer.logprobs) == answer.request.params.max_tokens or ends == number:
@@ -110,7 +110,7 @@ class Pages(RuleBasedStateMachine):
             assert self.turned[page, 0] == (0 if before == -1 else self.turned[before, 0] + PAGE)
 
     def teardown(self):
-        """What was asked is answered, unless it was cancelled, and then all pages can be had."""
+        """Check that every request is answered unless it was cancelled, and that all pages are then available."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):

@@ -1,4 +1,4 @@
-"""GGUF in and out: ids, templates, greedy tokens and log-probabilities are llama.cpp's."""
+"""GGUF files in both directions: ids, templates, greedy tokens and log-probabilities equal llama.cpp's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SHAPES = {
 
 
 def built(name: str, **changes: object) -> tuple[Transformer, Tokenizer]:
-    """A random model of the family, its matrices wide enough for tokens to differ, its vectors not all ones."""
+    """Return a random model of the family with matrices wide enough for tokens to differ, and vectors that are not all ones."""
     if name not in families():
         pytest.skip("the template comes with TRL, which is not installed")
-    # llama.cpp has no form for a blank at the very beginning only, which newer tokenizers of Mistral put.
+    # llama.cpp cannot represent a leading space at the very beginning only, which newer Mistral tokenizers add.
     tokenizer, draw = made("llama2" if name == "mistral" else name), torch.Generator().manual_seed(1)
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -145,7 +145,7 @@ def test_smollm2(smollm2: tuple[Path, Transformer, Tokenizer], tmp_path: Path):
     other = LlamaCpp(file)
     assert [other.ids(text) for text in HARD] == [tokenizer.encode(text) for text in HARD]
     assert other.ids(other.rendered(messages), special=True) == asked
-    # llama.cpp rounds activations to 8 bits in products with packed blocks: the likeliest token is the same, its value nearly.
+    # llama.cpp rounds activations to 8 bits in products with quantised blocks: the likeliest token is the same, its value nearly.
     token, likely = other.next(asked)
     assert token == int(first.argmax())
     assert abs(float(first.log_softmax(-1)[token]) - likely[token]) < 0.2

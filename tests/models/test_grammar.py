@@ -1,4 +1,4 @@
-"""Answers of a given form, against jsonschema."""
+"""Answers that must fit a JSON schema, checked with jsonschema."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_every_answer_that_ends_is_of_its_schema(schema):
 
 
 def test_the_mask_is_of_the_tokens_alone():
-    """Not of what was asked before: a place that was not kept is found again."""
+    """A mask depends only on the tokens, not on earlier calls: a parser state that was evicted is recomputed."""
     text = TOKENIZER.encode('[12, 3]')
     once, other = GRAMMAR.schema(SCHEMAS[0]), GRAMMAR.schema(SCHEMAS[0])
     steps = [once(text[:size]) for size in range(len(text) + 1)]
@@ -45,7 +45,7 @@ def test_the_mask_is_of_the_tokens_alone():
     for size, token in enumerate(text):
         assert steps[size][token] and not steps[size][TOKENIZER.vocab_size :].any() and not steps[size][list(TOKENIZER.stop_ids)].any()
     assert steps[-1].nonzero()[:, 0].tolist() == sorted(TOKENIZER.stop_ids)
-    with pytest.raises(ValueError, match="left the form"):
+    with pytest.raises(ValueError, match="does not fit its schema"):
         once(TOKENIZER.encode("{"))
 
 
@@ -56,7 +56,7 @@ def test_what_cannot_be_kept_to_is_refused(schema, said):
 
 
 def test_the_first_mask_is_computed_before_the_engine_asks(monkeypatch):
-    """A large schema's first mask takes seconds, for which a step of the engine would hold up all answers."""
+    """A large schema's first mask takes seconds; within an engine step it would delay all answers."""
     asked = []
     monkeypatch.setattr(Mask, "__call__", lambda self, answer: asked.append(answer))
     GRAMMAR.schema(SCHEMAS[0])

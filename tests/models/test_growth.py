@@ -1,4 +1,4 @@
-"""A tokenizer learns further merges behind its own, and a model gets rows for them."""
+"""A tokenizer learns new merges after its own, and a model gets rows for the new tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MERGES = [tuple(CONTENT["vocab"][piece] for piece in pair) for pair in CONTENT["
 
 
 def pieces(id_: int) -> list[int]:
-    """The old tokens of a token."""
+    """Return the old tokens of a token."""
     return [id_] if id_ < FIRST else [old for part in MERGES[id_ - FIRST] for old in pieces(part)]
 
 
@@ -67,11 +67,11 @@ def test_the_grown_tokenizer_reads_its_domain_in_fewer_tokens(tmp_path) -> None:
     loaded = Tokenizer.load(tmp_path)
     assert loaded.vocab_size == FIRST + 20 and (loaded.bos, loaded.eos, loaded.pad) == (OLD.bos, OLD.eos, OLD.pad)
     assert loaded.encode(" glucose") == [NEW.backend.token_to_id("Ġglucose")] and len(OLD.encode(" glucose")) > 3
-    assert len(grown_tokenizer(OLD, ["a b"], 5).backend.get_vocab()) == FIRST  # a pair that occurs once is no token
+    assert len(grown_tokenizer(OLD, ["a b"], 5).backend.get_vocab()) == FIRST  # a pair that occurs once gets no token
 
 
 def test_tokens_beside_the_vocabulary_keep_their_numbers() -> None:
-    """A library that reads tokenizer.json numbers such tokens behind the vocabulary, which grows."""
+    """Libraries that read tokenizer.json number added tokens after the vocabulary, which grows."""
     backend = tokenizers.Tokenizer.from_str(OLD.backend.to_str())
     backend.add_special_tokens(["<tool>"])
     grown = grown_tokenizer(OLD.with_backend(backend), DOMAIN, 20)
@@ -107,5 +107,5 @@ def test_other_tokenizers_are_refused() -> None:
         grown_model(model, OLD, OLD.with_backend(tokenizers.Tokenizer.from_str(json.dumps(content))))
     content = json.loads(OLD.backend.to_str())
     content["model"] = {"type": "WordLevel", "vocab": content["model"]["vocab"], "unk_token": "a"}
-    with pytest.raises(TokenizerError, match="byte-level BPE only"):
+    with pytest.raises(TokenizerError, match="only for byte-level BPE"):
         grown_tokenizer(OLD.with_backend(tokenizers.Tokenizer.from_str(json.dumps(content))), DOMAIN, 4)

@@ -1,4 +1,4 @@
-"""The transformers twins: same numbers as Llama, and at work in generate, PEFT and TRL."""
+"""The transformers wrappers: the same numbers as Llama, and used in generate, PEFT and TRL."""
 
 import json
 
@@ -37,7 +37,7 @@ def llama(model):
 
 
 def batch(seed=0):
-    """Three rows of 10: padded left, padded right, full."""
+    """Return three rows of 10 tokens: padded on the left, padded on the right, and full."""
     ids = torch.randint(1, 61, (3, 10), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones(3, 10, dtype=torch.long)
     mask[0, :4] = 0
@@ -221,7 +221,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("trainer", ["sft", "sft_bf16", "sft_packed", "dpo", "reward"])
 def test_trl_gives_the_loss_of_llama(tmp_path, tokenizer, trainer):
-    """Two steps in TRL, with our model and with transformers' on the same weights: the same losses."""
+    """Two steps in TRL, with Puna's model and with transformers' on the same weights: the same losses."""
     import trl
     from datasets import Dataset
     from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification

@@ -1,4 +1,5 @@
-"""A cache of latents: the trainer's bits where passes are exact, its numbers where latents are absorbed, transformers' greedy answers."""
+"""A cache of latents: log-probs equal the trainer's bits in exact passes and its numbers in absorbed ones; greedy answers equal
+transformers'."""
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def test_both_ways_give_the_trainers_logprobs(model, monkeypatch, way, dtype, to
 
 
 def test_prompts_are_spelled_out_and_long_contexts_absorbed(model, monkeypatch):
-    """At DeepSeek-V3's widths a token spelled out costs as much as 171 pairs of a query and a key cost more when they are absorbed."""
+    """At DeepSeek-V3's widths, spelling out one token costs as much as the extra cost of 171 absorbed query-key pairs."""
     wide = Mla(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     layer = type("Layer", (), {"mla": wide})
 
@@ -90,20 +91,20 @@ def test_prompts_are_spelled_out_and_long_contexts_absorbed(model, monkeypatch):
         pages.__dict__["_sizes"] = (pairs, tokens)
         return pages._absorbing(layer)
 
-    assert absorbing(4096, 4096, 1)  # a token after 4,095 others
-    assert not absorbing(512 * 513 // 2, 512, 512)  # a whole prompt: its keys and values grow anyhow
-    # Of 100 or 300 queries after 4,000 tokens each sees some 4,000: 512 x 256 / 768 = 170.7 is where they break even.
+    assert absorbing(4096, 4096, 1)  # one token after 4,095 others
+    assert not absorbing(512 * 513 // 2, 512, 512)  # a whole prompt: its keys and values must be spelled out anyway
+    # 100 or 300 queries after 4,000 tokens each see about 4,000; the break-even is at 512 x 256 / 768 = 170.7 queries.
     assert absorbing(100 * 4000, 4100, 100) and not absorbing(300 * 4000, 4300, 300)
 
 
 def test_pages_hold_latents_alone(model):
-    """A latent of 20 numbers and 6 of a key in each of 2 layers; keys and values of 6 heads were 6 (14 + 10)."""
+    """A latent of 20 numbers and 6 of a key in each of 2 layers; keys and values of 6 heads would be 6 (14 + 10)."""
     assert cache_bytes(CONFIG, 1) == 2 * 4 * (20 + 6)
     assert Cache(model, 5).bytes == cache_bytes(CONFIG, 5 * 16) and cache_bytes(CONFIG, 1, "bf16") == 2 * 2 * 26
     engine = Engine(model, memory=7 * 16 * 2 * 4 * 26)
     assert len(engine.scheduler.pool.references) == 7
     engine.generate([list(range(37))], SamplingParams(n=3, max_tokens=8, stop=()))
-    assert engine.scheduler.pool.peak == 2 + 3 * 1  # two whole pages together, and of each answer the one with its last tokens
+    assert engine.scheduler.pool.peak == 2 + 3 * 1  # two shared whole pages, and for each answer the page with its last tokens
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -121,7 +122,7 @@ def test_greedy_equals_transformers(tmp_path, model, exact):
 
 
 def test_matrices_in_8_bits_are_absorbed_by_what_they_stand_for(model):
-    """What differs from the trainer's log-probs is the rounding of latents to 8 bits, which absorbed products go without."""
+    """Log-probs differ from the trainer's by the rounding of latents to 8 bits, which absorbed products avoid."""
     small = quantise(model, "int8")
     asked, params = prompts(), SamplingParams(n=2, max_tokens=18, stop=())
     answers = engine_of(small).generate(asked, params)

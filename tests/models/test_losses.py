@@ -1,4 +1,4 @@
-"""Preference losses at values derived by hand, against TRL's own functions, and by name."""
+"""Preference losses at values derived by hand, compared with TRL's own functions, and by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = ("chosen", "rejected", "reference_chosen", "reference_rejected", "chosen_
 
 
 def pairs(*values: float) -> l.PairLogprobs:
-    """One pair, in the order of `KEYS`, in fp64 and with gradients."""
+    """Return one pair, in the order of `KEYS`, in fp64 and with gradients."""
     return l.PairLogprobs(*(torch.tensor([value], dtype=torch.float64, requires_grad=value < 0) for value in values))
 
 
@@ -70,7 +70,7 @@ def test_the_other_losses_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_robust_dpo_sees_through_flipped_labels(seed: int) -> None:
-    """The mean loss over labels of which a share e is flipped is DPO's over the right ones, and so is its gradient."""
+    """The mean loss over labels of which a share e is flipped equals DPO's loss on the right labels, and so does its gradient."""
     given, e = random_pairs(seed), 0.3
     both = [side.double().requires_grad_() for side in (given.chosen, given.rejected)]
     right = l.PairLogprobs(*both, given.reference_chosen, given.reference_rejected, given.chosen_tokens, given.rejected_tokens)
@@ -84,7 +84,8 @@ def test_robust_dpo_sees_through_flipped_labels(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_length_weight_takes_a_length_out_of_the_reward(seed: int) -> None:
-    """The policy that is best for ``reward - weight * length`` under a KL penalty gives each pair the probability of its rewards alone."""
+    """The optimal policy for ``reward - weight * length`` under a KL penalty gives each pair the probability that its rewards alone
+    imply."""
     generator = torch.Generator().manual_seed(seed)
     beta, weight, count = 0.7, 0.05, 6
     rewards, reference = torch.randn(count, generator=generator).double(), torch.randn(count, generator=generator).double().log_softmax(0)

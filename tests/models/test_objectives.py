@@ -1,4 +1,4 @@
-"""Losses against values derived by hand, and gradients that no layout may change."""
+"""Losses compared with values derived by hand, and gradients that are the same in every layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = ModelConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32
 
 
 def model(head: str = "lm", seed: int = 0) -> Transformer:
-    # Larger weights than the initial ones, so that attention matters.
+    # Larger weights than the initial ones, so that attention affects the result.
     made = Transformer(CONFIG, head, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in made.parameters():
@@ -55,7 +55,7 @@ def test_a_masked_row_gives_zero_and_a_zero_gradient():
 
 
 def test_whiten():
-    # 1, 3 have mean 2 and the sample's variance 2, as in TRL's `masked_whiten`; the masked 100 counts for nothing.
+    # 1, 3 have mean 2 and sample variance 2, as in TRL's `masked_whiten`; the masked 100 does not count.
     got = o.whiten(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
     assert got.tolist() == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], abs=1e-6)
     assert o.whiten(torch.tensor([5.0, 7.0]), torch.tensor([True, False])).tolist() == [0.0, 0.0]
@@ -63,7 +63,7 @@ def test_whiten():
 
 
 class Fixed:
-    """A model whose log-probabilities [N] and entropies [N] are given."""
+    """A model with given log-probabilities [N] and entropies [N]."""
 
     def __init__(self, logprobs: torch.Tensor, entropies: torch.Tensor | None = None) -> None:
         self.given = logprobs, torch.zeros_like(logprobs) if entropies is None else entropies
@@ -90,7 +90,7 @@ def test_ppo_policy_loss_by_hand():
     assert new.grad.tolist() == pytest.approx([0.0, 1.5 / 4, -0.5 / 4, 0.0, 0.0])
     assert metrics["clip_fraction"].item() == 1.0
 
-    # The others by the same ratios: the ratio of an answer is the root of its product.
+    # The others with the same ratios: an answer's ratio is the geometric mean of its tokens' ratios.
     root = math.sqrt(1.5 * 1.5), math.sqrt(0.5 * 0.5)
     for objective, expected in (
         (o.Ppo(clip=0.2, normalizer="answers"), -((1.2 - 1.5) / 2 + (0.5 - 0.8) / 2) / 2),
@@ -207,7 +207,7 @@ def dpo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transfor
 
 def ppo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transformer) -> o.PpoBatch:
     laid_out = targets(some)
-    # Numbers that belong to a token whatever row it stands in.
+    # Numbers that depend on the token, not on its row.
     noise = torch.sin(
         laid_out.tokens * 3.1 + torch.arange(1000)[laid_out.forest.positions[laid_out.positions]]
     )

@@ -1,4 +1,4 @@
-"""SFT, DPO and reward losses and gradients against TRL's trainers on the same weights and batch."""
+"""Losses and gradients of SFT, DPO and reward models compared with TRL's trainers on the same weights and batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def message(role: str, content: str) -> list[dict[str, str]]:
 
 
 def theirs(trainer: object) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of TRL's trainer on its one batch."""
+    """Return loss and gradients of TRL's trainer on its one batch."""
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
@@ -73,7 +73,7 @@ def assert_equal(
     made: Transformer, loss: torch.Tensor, expected: tuple[float, dict[str, torch.Tensor]]
 ) -> None:
     loss.backward()
-    # Hinge and IPO are not flattened by a sigmoid: what is left of sums of some hundred nats in fp32.
+    # Hinge and IPO are not flattened by a sigmoid: rounding of fp32 sums of some hundred nats remains.
     assert loss.item() == pytest.approx(expected[0], rel=2e-6, abs=1e-6)
     largest = max(float(g.abs().max()) for g in expected[1].values())
     names = {n for n, _ in made.named_parameters()}
@@ -161,7 +161,7 @@ def test_reward(tokenizer: Tokenizer, tmp_path: Path):
 @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 1.6)])
 def test_kto(tokenizer: Tokenizer, tmp_path: Path, seeds: tuple[int, int], weights: tuple[float, float]):
-    """TRL pairs each prompt with the answer before it for its estimate of the KL divergence; so does this batch."""
+    """For its estimate of the KL divergence, TRL pairs each prompt with the previous prompt's answer; so does this batch."""
     folder, reference = (folder_of(tmp_path, tokenizer, "lm", seed) for seed in seeds)
     labels = [True, False, True]
     data = datasets.Dataset.from_list(
@@ -180,7 +180,7 @@ def test_kto(tokenizer: Tokenizer, tmp_path: Path, seeds: tuple[int, int], weigh
     others = o.Targets.from_answers([r[0] for r in rendered], [[rendered[i - 1][1]] for i in range(len(ROWS))])
     batch = o.KtoBatch(matched, torch.tensor(labels), o.reference_logprobs(frozen, matched), others, o.reference_logprobs(frozen, others))
     objective = o.Kto(0.02, nll_weight=0.0, loss="kto", parameters={"desirable_weight": weights[0], "undesirable_weight": weights[1]})
-    # The two orders of the models have estimates of opposite signs, of which TRL cuts the negative one off.
+    # The two orders of the models have estimates of opposite signs; TRL clips the negative one to 0.
     sign = 1 if objective.measure(made, batch)["mismatched_ratio"] > 0 else 0
     loss, metrics = objective(made, batch)
     assert (metrics["kl"] > 0) == bool(sign)
@@ -188,7 +188,7 @@ def test_kto(tokenizer: Tokenizer, tmp_path: Path, seeds: tuple[int, int], weigh
 
 
 class Given:
-    """A model whose log-probabilities and entropies of the targets are given."""
+    """A model with given log-probabilities and entropies of the targets."""
 
     def __init__(self, logprobs: torch.Tensor, entropies: torch.Tensor) -> None:
         self.logprobs, self.entropies = logprobs, entropies
@@ -205,13 +205,13 @@ TRL_POLICY_LOSSES = {
     "cispo": {"surrogate": "cispo"},
 }
 WEIGHED = ("dapo", "gspo", "cispo")
-"""Losses whose tokens are weighed as another engine's, by TRL's `vllm_importance_sampling_correction`."""
+"""Losses with importance weights for another engine's tokens, as in TRL's `vllm_importance_sampling_correction`."""
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("kind", "weighed"), [*((kind, False) for kind in TRL_POLICY_LOSSES), *((kind, True) for kind in WEIGHED)])
 def test_policy_losses_are_those_of_trls_grpo(kind: str, weighed: bool, seed: int) -> None:
-    """Six answers of unequal length in fp64, with masked tokens among them: loss, gradient and the share of clipped ratios."""
+    """Six answers of unequal length in fp64, some tokens masked: loss, gradient and the share of clipped ratios."""
     generator = torch.Generator().manual_seed(seed)
     lengths, most = torch.randint(1, 9, (6,), generator=generator).tolist(), 9
     mask = torch.rand(6, most, generator=generator) < 0.8
@@ -223,7 +223,7 @@ def test_policy_losses_are_those_of_trls_grpo(kind: str, weighed: bool, seed: in
     advantages = torch.randn(6, generator=generator, dtype=torch.float64)
     counted = (mask & inside).long()
     drawn = old + 0.5 * torch.randn(6, most, generator=generator, dtype=torch.float64)
-    ratio = torch.clamp(torch.exp((old - drawn) * counted), max=1.5)  # as TRL computes it where it samples, mode token_truncate
+    ratio = torch.clamp(torch.exp((old - drawn) * counted), max=1.5)  # as TRL computes it in mode token_truncate
 
     args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
     accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, gather=lambda value: value, reduce=lambda value, reduction: value)

@@ -1,4 +1,4 @@
-"""A model whose layers come from disk: the bits of the model in memory, the memory it was given, and nothing left behind."""
+"""A model whose layers come from disk: bits equal to the model in memory, memory within the limit, and no leftovers."""
 
 import contextlib
 import gc
@@ -74,7 +74,7 @@ def test_exact_answers_guesses_and_a_draft(tmp_path):
 
 
 def test_a_forward_pass_of_another_kind_than_generations(tmp_path):
-    """As `evaluate` measures pages: passes and generation take turns at the layers."""
+    """As `evaluate` does on pages: passes and generation use the layers alternately."""
     folder = checkpoint(tmp_path)
     whole, (model, _) = load(folder), offload_layers(Source(folder, torch.float32), "disk", 4, CPU)
     forest = Forest.pack([torch.arange(70), torch.arange(30)])
@@ -85,7 +85,7 @@ def test_a_forward_pass_of_another_kind_than_generations(tmp_path):
 
 
 def test_files_in_parts_and_a_file_system_without_direct_reads(tmp_path, monkeypatch):
-    """As large checkpoints are: layers lie in several files, one of them cut between two layers' tensors."""
+    """As in large checkpoints: layers are spread over several files, and one layer's tensors lie in two files."""
     from safetensors.torch import load_file, save_file
 
     whole = load(checkpoint(tmp_path))
@@ -105,7 +105,8 @@ def test_files_in_parts_and_a_file_system_without_direct_reads(tmp_path, monkeyp
 
 
 def test_what_the_page_cache_holds_is_taken_from_there(tmp_path, monkeypatch):
-    """A file of which the first half is there: the same bytes, the second half by direct reads alone, its last part no whole page."""
+    """The first half of a file is in the page cache: the bytes are the same, and the second half, whose last page is partial, is read
+    directly."""
     path, size, half = tmp_path / "file", 150 * streams.ALIGN + 100, 64 * streams.ALIGN
     wanted = os.urandom(size)
     path.write_bytes(wanted)
@@ -114,7 +115,7 @@ def test_what_the_page_cache_holds_is_taken_from_there(tmp_path, monkeypatch):
         pytest.skip("this file system has no direct reads")
 
     def held(file, parts, offset, flags=0):
-        """The page cache as it could be: a page more than the half of the file."""
+        """Simulate a page cache that holds the first half of the file and one page more."""
         calls.append((offset, flags))
         if flags and offset >= half + streams.ALIGN:
             raise BlockingIOError
@@ -128,7 +129,7 @@ def test_what_the_page_cache_holds_is_taken_from_there(tmp_path, monkeypatch):
 
 
 def test_a_layout_reads_near_tensors_together_and_far_ones_apart():
-    """Begins at multiples of 4,096: 10,000 lies at 8,192 + 1,808, 5,000,000 at 4,997,120 + 2,880."""
+    """Reads begin at multiples of 4,096: 10,000 lies at 8,192 + 1,808, 5,000,000 at 4,997,120 + 2,880."""
     at = lambda begin, size: streams.Entry(Path("x"), torch.float32, (size // 4,), begin, begin + size)  # noqa: E731
     layout = streams.Layout.of({"far": at(5_000_000, 400), "one": at(10_000, 4000), "two": at(14_000, 8)})
     assert layout.extents == (
@@ -146,7 +147,7 @@ def test_layers_that_go_lie_between_those_that_stay():
 
 
 def opened(folder):
-    """The open files of this process that lie in a folder."""
+    """Return the open files of this process in a folder."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -182,7 +183,7 @@ def test_each_pass_reads_each_layer_once(tmp_path):
     until = time.monotonic() + 10
     while shelf.counts.bytes < 10 * sum(each) + sum(each[:2]) and time.monotonic() < until:
         time.sleep(0.01)
-    # Ten passes, and the first two layers of the next one, which the buffers hold; the last page of a file may be cut short.
+    # Ten passes, and the first two layers of the next pass, which the buffers hold; the last page of a file may be partial.
     assert 0 <= shelf.counts.bytes - 10 * sum(each) - sum(each[:2]) < 32 * streams.ALIGN
 
 
@@ -251,7 +252,7 @@ print(status("VmHWM") - before, [(one.tokens, one.logprobs) for row in answers f
 @pytest.mark.parametrize(
     ("shape", "longest", "told", "whole"),
     [
-        # 12 layers of 15.3 MB and 1.6 MB beside them, 186 MB in all.
+        # 12 layers of 15.3 MB and 1.6 MB outside the layers, 186 MB in all.
         ({"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12, "num_key_value_heads": 3}, 100, 80e6, 150e6),
     ],
 )  # fmt: skip
@@ -267,7 +268,7 @@ def test_the_peak_of_memory_stays_under_the_limit(tmp_path, shape, longest, told
 
 
 class Device:
-    """Streams and events of a GPU as a log of what was put into which stream."""
+    """A stub of a GPU whose streams and events are logged."""
 
     def __init__(self, monkeypatch):
         self.log, self.streams, self.number = [], ["computing"], 0
@@ -312,8 +313,8 @@ class Device:
 @pytest.mark.parametrize("level", ["host", "disk"])
 @pytest.mark.parametrize("streamed", [1, 2, 3, 5])
 def test_copies_to_a_gpu_are_ordered_by_events(tmp_path, monkeypatch, level, streamed):
-    """No layer computes before its weights have come, none is written over before it has computed, and the next one is on its way while
-    one computes; by a log of streams and events, on a CPU."""
+    """No layer computes before its weights have arrived, no weights are overwritten before they have been used, and the next copy is under
+    way while a layer computes; checked in a log of streams and events, on a CPU."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     folder = checkpoint(tmp_path)
     whole, source, numbers = load(folder), Source(folder, torch.float32), spread(streamed, 5)
@@ -329,12 +330,13 @@ def test_copies_to_a_gpu_are_ordered_by_events(tmp_path, monkeypatch, level, str
         if what == "copy":
             assert stream == "copying" and log[place - 1][:2] == ("copying", "wait") and log[place + 1][:2] == ("copying", "record")
             used = log[place - 1][2]
-            assert ended.setdefault(subject, used) == used  # the event of the last computing with these weights
+            assert ended.setdefault(subject, used) == used  # the event of the last computation with these weights
             known[subject] = log[place + 1][2]
             begun += 1
         elif what == "compute":
             assert log[place - 1] == ("computing", "wait", known[subject])
             assert log[place + 1] == ("computing", "record", ended[subject])
     computed = sum(what == "compute" for _, what, _ in log)
-    # With one or two slots' worth of layers all of them stay; else each is copied once a pass, and one for the pass that does not come.
+    # With at most two slots' worth of layers, all stay on the device; otherwise each is copied once per pass, and once for the pass that
+    # never comes.
     assert begun == (streamed if streamed <= 2 else computed + 1)

@@ -1,4 +1,4 @@
-"""Batches by step: every example once an epoch, rows that hold what they are given."""
+"""Batches by step: every example once per epoch, and rows within their limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from puna.models.training.packing import Sampler, pack, step_indices
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
 def test_each_epoch_visits_each_example_once(count: int, batch: int, seed: int):
-    steps = 3 * count  # three epochs and a rest
+    steps = 3 * count  # three epochs and part of a fourth
     seen = [i for step in range(1, -(-steps // batch) + 1) for i in step_indices(step, count, batch, seed)]
     for epoch in range(len(seen) // count):
         assert Counter(seen[epoch * count : (epoch + 1) * count]) == Counter(range(count))

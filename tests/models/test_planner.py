@@ -1,4 +1,4 @@
-"""What the planner chooses for a model larger than its memory, by hand."""
+"""Plans for models larger than memory, compared with plans derived by hand."""
 
 import dataclasses
 
@@ -20,13 +20,13 @@ FAST = Rates(bringing=1e9, bandwidth=20e9, flops=1e15)
 
 
 def kept(tokens):
-    """Whole pages, and one more for a copy: 100 kB a token."""
+    """Return the bytes of whole pages, plus one more page for a copy: 100 kB per token."""
     return (-(-tokens // PAGE) + 1) * PAGE * 100_000
 
 
 def test_one_answer_leaves_all_the_memory_to_layers():
-    """850 MB: 50 beside the layers, 200 for the two that come, a step's and one answer's share: five layers stay and five come, at
-    100 ms each; a token takes half a second and a quarter of what reading takes, the prompt one pass more."""
+    """850 MB: 50 outside the layers, 200 for two streamed layers, one step's and one answer's share. Five layers stay and five are streamed
+    at 100 ms each; a token takes half a second, plus a quarter of the reading time, and the prompt takes one more pass."""
     plan = choose(SHAPE, 850_000_000, FAST, Work(64, 16, 1))
     assert 50e6 + 200e6 + 500e6 + kept(80) < 850e6 < 50e6 + 200e6 + 600e6 + kept(80)
     assert (plan.streamed, plan.sequences, plan.bound) == (5, 1, "bringing layers")
@@ -36,7 +36,7 @@ def test_one_answer_leaves_all_the_memory_to_layers():
 
 
 def test_many_answers_take_the_place_of_layers_while_that_is_worth_more():
-    """An answer's keys and values take a tenth of a layer: a layer more a pass costs at most as much as ten answers more bring."""
+    """An answer's keys and values take a tenth of a layer: streaming one more layer costs at most as much as ten more answers gain."""
     work = Work(64, 16, 100)
     plan = choose(SHAPE, 850_000_000, FAST, work)
     assert plan.sequences > 10 and plan.streamed > 5 and plan.bound == "bringing layers"
@@ -45,7 +45,7 @@ def test_many_answers_take_the_place_of_layers_while_that_is_worth_more():
 
 
 def test_more_answers_than_pay_are_not_begun_at_once():
-    """Where products set the pace from one answer on, others at once only cost memory."""
+    """If products are the bottleneck from one answer on, concurrent answers only cost memory."""
     slow = Rates(bringing=1e15, bandwidth=1e15, flops=1e6)
     plan = choose(SHAPE, 850_000_000, slow, Work(64, 16, 8))
     assert plan.sequences == 1 and plan.bound == "products"
@@ -66,8 +66,8 @@ def test_the_longest_request_has_room():
 
 
 def test_a_pass_takes_the_longest_of_what_overlaps_and_a_quarter_of_the_rest():
-    """By the roofline: 5 layers at 1 GB/s, with a quarter of the rest; 1 GB of weights at 20 GB/s; 2 operations for each weight and token, and
-    each key."""
+    """By the roofline: 5 layers at 1 GB/s, plus a quarter of the rest; 1 GB of weights at 20 GB/s; 2 FLOPs per weight and token, and per
+    key."""
     assert pass_seconds(SHAPE, FAST, 5, 1, 100, 1) == (pytest.approx(0.5 + (10 * LAYER + 256_000 + kept(100)) / 20e9 / 4), "bringing layers")
     seconds, bound = pass_seconds(SHAPE, FAST, 0, 1, 100, 0)
     assert bound == "reading weights" and seconds == pytest.approx(10 * LAYER / 20e9)
@@ -88,7 +88,7 @@ def test_rates_are_measured_with_the_models_own_layer(tmp_path):
     assert source.layer_bytes == layer and source.rest_bytes == sum(p.nbytes for p in model.parameters()) - 2 * layer
     assert layer // 2 <= source.read_bytes < layer // 2 + 2 * 4096
     shape = Shape.of(source, torch.device("cpu"), config)
-    assert shape.beside == 2 * source.read_bytes + layer  # in bf16 on disk: the layer that computes is spelled out
-    assert shape.token == 2 * (2 * 2 * 4 * 16 * 4)  # twice: with a draft of the same shape; layers, keys and values, heads, width, bytes
+    assert shape.beside == 2 * source.read_bytes + layer  # bf16 on disk: the layer in use is converted
+    assert shape.token == 2 * (2 * 2 * 4 * 16 * 4)  # twice, with a draft of the same shape: layers, keys and values, heads, width, bytes
     rates = measure(source, "disk", torch.device("cpu"))
     assert all(0 < rate < float("inf") for rate in dataclasses.astuple(rates))

@@ -1,4 +1,4 @@
-"""Models with 8-bit weights: which matrices, how near, and that the engine takes them."""
+"""Models with 8-bit weights: which matrices are quantised, the errors, and use in the engine."""
 
 import copy
 
@@ -23,7 +23,7 @@ def drawn(**also):
 
 
 def spelled_out(model, kind):
-    """The model with each of its layers' products replaced by the definition."""
+    """Return the model with each of its layers' products replaced by the definition."""
     for module in model.model.layers.modules():
         if isinstance(module, Linear):
             module.forward = lambda x, w=module.weight, b=module.bias: quantized_linear_reference(x, *quantize_rows_reference(w, kind)) + (0 if b is None else b)
@@ -49,7 +49,7 @@ def test_layers_multiply_by_the_definition_and_the_rest_is_as_it_was(kind):
 
 
 def test_the_engine_draws_what_a_pass_over_whole_sequences_gives():
-    """Greedy tokens are the likeliest of the quantised model, whatever is computed with them: a token's scale is its own."""
+    """Greedy tokens are the quantised model's likeliest, whatever else is in the batch: each token has its own scale."""
     model = quantise(drawn(), "int8")
     prompts = [[1, 2, 3], [4] * 20, [7, 8]]
     answers = Engine(model, step_tokens=9).generate(prompts, SamplingParams(temperature=0, max_tokens=12, stop=()))
@@ -61,7 +61,7 @@ def test_the_engine_draws_what_a_pass_over_whole_sequences_gives():
 
 @torch.no_grad()
 def test_distributions_stay_near_those_of_the_whole_weights():
-    """The control is a quarter of the steps: 5 bits of the same weights are much farther away."""
+    """The control has a quarter of the levels: 5-bit weights are much farther away."""
     tokens = torch.randint(0, 83, (200,), generator=torch.Generator().manual_seed(2)).tolist()
     model = drawn(initializer_range=0.1)
 
@@ -86,7 +86,8 @@ def test_experts_are_refused():
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_int8_layers_by_loops_have_the_bits_of_the_models(exact):
-    """Widths that fill no step of the unit, biases, norms of heads; chunks, pauses and shared prompts; and the training pass's log-probs."""
+    """Widths that do not fill the vector unit's steps, biases, norms of heads; chunks, pauses and shared prompts; and the training pass's
+    log-probs."""
     pytest.importorskip("numba")
     from puna.kernels.cpu.int8_products import AVAILABLE
 
@@ -110,7 +111,7 @@ def test_int8_layers_by_loops_have_the_bits_of_the_models(exact):
 
 
 def test_mixed_layers_are_computed_by_the_models_operators():
-    """FP8, and a model of which only a part is quantised: the loops know neither."""
+    """FP8, and a model that is only partly quantised: the loops support neither."""
     part = drawn()
     part.model.layers[0].mlp.up_proj = QuantisedLinear(part.model.layers[0].mlp.up_proj, "int8")
     assert loops(part) is None and loops(quantise(drawn(), "fp8")) is None

@@ -1,4 +1,4 @@
-"""Iterations and rows that are stopped: the next attempt goes on from the saved state, and ends with the same bits."""
+"""Interrupted loops over iterations and rows: the next attempt resumes from the saved state, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEMS = [(3, 0), (1, 1), (0, 2), (4, 3), (2, 4), (5, 5)]
 
 
 class Stopped:
-    """Something computed item by item, that Ctrl-C stops once, at item `at`."""
+    """An item-by-item computation that Ctrl-C stops once, at item `at`."""
 
     def __init__(self, at: int | None) -> None:
         self.at, self.calls = at, 0
@@ -75,7 +75,7 @@ def test_damaged_rows_are_computed_again(tmp_path: Path) -> None:
 
 
 def halve(folder: Path | None, stop: int | None = None, start: float = 1.0) -> tuple[np.ndarray, int]:
-    """Halve a number until it is below 1e-3. Return it, and the steps done here."""
+    """Halve a number until it is below 1e-3. Return it, and the number of steps done in this call."""
     value, steps = np.array([start]), 0
 
     def step() -> bool:
@@ -105,7 +105,7 @@ def test_iterations_go_on_from_the_saved_step(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("loop", ["rows", "iterations"])
 def test_a_killed_loop_goes_on_from_its_last_save(loop: str, tmp_path: Path) -> None:
-    """Send kill -9 in the middle of the fourth item or step, with a save after each: three are kept, and the rest gives the same bits."""
+    """Kill -9 in the middle of the fourth item or step, with a save after each: three are kept, and the rest gives the same bits."""
     words = ("import sys, pathlib, signal, test_resumable_loop as t; from puna.models.training import resumable_loop, state",
              "resumable_loop.SAVE_SECONDS, state.SAVE_SHARE = 0.0, float('inf')", "signal.SIGINT = signal.SIGKILL", "folder = pathlib.Path(sys.argv[1])",
              "resumable_loop.rows_of(t.Stopped(3), t.ITEMS, folder)" if loop == "rows" else "t.halve(folder, stop=4)")  # fmt: skip

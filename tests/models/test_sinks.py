@@ -1,4 +1,4 @@
-"""A cache of sinks and a window against dense attention over exactly the tokens that are kept, at the paper's positions."""
+"""A cache with sinks and a window, compared with dense attention over exactly the kept tokens, at the paper's positions."""
 
 import dataclasses
 from contextlib import closing
@@ -42,8 +42,8 @@ def engine_of(model, pages=400, **how):
 
 @torch.no_grad()
 def dense_logprobs(model, tokens, sinks, window, step):
-    """Log-probs of tokens 1, 2, ..., one token computed after the other. A layer keeps keys as they are before rotation, and once it has
-    sinks + window + step of them, it forgets the `step` that come after the sinks; positions are places in what is kept."""
+    """Return the log-probs of tokens 1, 2, ..., computed one after the other. A layer stores unrotated keys, and at sinks + window + step
+    keys it drops the `step` after the sinks; positions are indices among the kept keys."""
     kept = [([], []) for _ in model.model.layers]
     mla, found = model.config.mla, []
 
@@ -68,13 +68,13 @@ def dense_logprobs(model, tokens, sinks, window, step):
     table = None
     for token, following in pairwise(tokens):
         x_1D = model.model.embed_tokens(torch.tensor([token]))
-        hidden = model.model(x_1D, torch.tensor([0]), attend)  # at position 0 nothing is rotated
+        hidden = model.model(x_1D, torch.tensor([0]), attend)  # at position 0 the rotation is the identity
         found.append(model.logits(hidden).log_softmax(-1)[0, following].item())
     return found
 
 
 def test_an_answer_may_be_asked_for_without_end():
-    """Its first tokens, more than random numbers are drawn at once, are those of a shorter one."""
+    """The first tokens, more than the number of random numbers drawn at once, equal those of a shorter answer."""
     engine, params = engine_of(model_of("grouped"), sinks=16, window=32), SamplingParams(max_tokens=2 * UNIFORMS + 9, stop=(), seed=4)
     ((wanted,),) = engine.generate(ASKED[:1], params)
     with closing(engine.stream(ASKED[0], dataclasses.replace(params, max_tokens=10**15))) as events:
@@ -102,7 +102,7 @@ def test_logprobs_are_those_of_dense_attention_over_what_is_kept(name, sinks, wi
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_depend_on_nothing_but_prompt_and_seed(name):
-    """Whatever the chunks, the places, the pauses and what is found in the tree."""
+    """For any chunks, slots, pauses and cached prefixes."""
     model, params, first = model_of(name), SamplingParams(n=2, max_tokens=70, stop=(0,), seed=1), None
     for way, how in WAYS.items():
         engine = engine_of(model, sinks=16, window=64, **how)
@@ -129,7 +129,7 @@ def test_guesses_change_no_answer():
 
 
 def test_layers_by_loops_keep_the_same():
-    """In fp32 by numba's loops, against fp64: 16 + 64 + 16 tokens are kept of 400."""
+    """In fp32 with numba's loops, compared with fp64: 16 + 64 + 16 tokens are kept of 400."""
     model, double = model_of("grouped", torch.float32), model_of("grouped")
     ((answer,),) = engine_of(model, sinks=16, window=64).generate([ASKED[3]], SamplingParams(max_tokens=200, stop=()))
     expected = dense_logprobs(double, [*ASKED[3], *answer.tokens], 16, 64, 16)[199:]
@@ -138,7 +138,7 @@ def test_layers_by_loops_keep_the_same():
 
 @pytest.mark.parametrize(("number", "tokens", "peak"), [(3, 300, 6), (3, 3000, 6), (1, 3000, 7)])
 def test_memory_does_not_grow(number, tokens, peak):
-    """A cache of 16 + 64 + 16 tokens is six pages; one more is had for copies, where a prompt fitted and the tree holds it."""
+    """A cache of 16 + 64 + 16 tokens has six pages; one more is used for copies if a prompt fitted and is in the tree of prefixes."""
     engine = engine_of(model_of("grouped", torch.float32), pages=7, sinks=16, window=64)
     ((answer,),) = engine.generate([ASKED[number]], SamplingParams(max_tokens=tokens, stop=()))
     assert len(answer.tokens) == tokens and engine.scheduler.pool.peak == peak
@@ -146,7 +146,7 @@ def test_memory_does_not_grow(number, tokens, peak):
 
 
 def test_what_falls_out():
-    """Of 16 + 64 + 16 tokens the cache is full; the 97th token needs 16 to fall out, the 113th 16 more."""
+    """At 16 + 64 + 16 tokens the cache is full; before the 97th token 16 are dropped, before the 113th another 16."""
     kept = Kept(16, 64)
     assert (kept.step, kept.room) == (16, 96) and Kept(0, 1024).step == 256
     assert [kept.dropped_tokens(n) for n in (0, 96, 97, 112, 113, 1000)] == [0, 0, 16, 16, 32, 912]

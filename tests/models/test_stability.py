@@ -1,4 +1,4 @@
-"""z-loss and bounded logits are their formulas, in value and gradient, on packed documents and however a step is split."""
+"""z-loss and soft-capped logits equal their formulas in value and gradient, on packed documents and with any split of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def documents(*sizes: int) -> list[list[int]]:
 
 
 def plain_logits(network: Transformer, document: list[int]) -> torch.Tensor:
-    """The document by itself, all logits at once."""
+    """Return all logits of the document alone."""
     z = network.hidden(Forest.pack([document]))[:-1] @ network.lm_head.weight.T
     cap = network.config.final_logit_softcapping
     return z if cap is None else cap * (z / cap).tanh()
@@ -57,7 +57,7 @@ def test_the_packed_loss_is_the_formula(cap: float | None, weight: float) -> Non
     targets = torch.tensor([id_ for document in some for id_ in document[1:]])
     expected = torch.nn.functional.cross_entropy(z, targets) + weight * z.exp().sum(-1).log().square().mean()
     loss, metrics = LanguageModeling(weight)(network, Targets.from_documents(some))
-    # Without z-loss the shares of the tokens are fp32.
+    # Without z-loss the tokens' shares are in fp32.
     precise = 1e-12 if weight else 1e-7
     torch.testing.assert_close(loss, expected, atol=1e-12, rtol=precise)
     assert ("z_loss" in metrics) == bool(weight)

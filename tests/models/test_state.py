@@ -1,4 +1,4 @@
-"""The state of a training on disk: what is read back is what was written, or nothing."""
+"""A training state on disk is read back as it was written, or not at all."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ def test_no_state_with_a_flipped_bit_or_cut_short_is_loaded(tmp_path: Path, seed
         else:
             del data[int(generator.integers(len(data))) :]
         file.write_bytes(bytes(data))
-        with pytest.warns(UserWarning, match="the state of the training is damaged"):
+        with pytest.warns(UserWarning, match="the saved training state was damaged"):
             assert load_state(folder) is None
         assert list(folder.iterdir()) == []
 
 
 def killed(folder: Path, step: int, renames: int, number: int) -> bool:
-    """Save in a process that is killed after so many renames, if it gets there; the record holds `number`."""
+    """Save in a process that is killed after `renames` renames, if it gets that far; the record holds `number`. Return True if it was
+    killed."""
     child = os.fork()
     if child == 0:
         calls = iter(range(1000))
@@ -65,12 +66,13 @@ def arrays(number: int) -> dict[str, np.ndarray]:
 
 
 def test_a_step_that_is_saved_again_is_found_whenever_its_writer_is_killed(tmp_path: Path) -> None:
-    """The old state moves aside, and the new one takes its name: a kill before either, and another one after that."""
+    """The old state is moved aside, then the new one gets its name: the writer is killed before either rename, and a second writer after
+    it."""
     for renames in itertools.product(range(2), repeat=2):
         folder = tmp_path / "".join(map(str, renames))
         save_state(folder, 5, arrays(0), {"number": 0})
         for number, before in enumerate(renames, 1):
-            free = number == 2 and renames[0] == 1  # the name is: one rename is enough
+            free = number == 2 and renames[0] == 1  # the name is free: one rename is enough
             assert killed(folder, 5, before, number) == (not free or before == 0)
             found = load_arrays(folder)
             assert found is not None and found[1]["step"] == 5
@@ -92,7 +94,7 @@ def test_a_disk_that_does_not_answer_costs_no_state(tmp_path: Path, monkeypatch:
     found = load_arrays(tmp_path)
     assert found is not None and found[1] == {"step": 5}
     (tmp_path / "step-000000005" / "state.safetensors").unlink()
-    with pytest.warns(UserWarning, match="the state of the training is damaged"):
+    with pytest.warns(UserWarning, match="the saved training state was damaged"):
         assert load_arrays(tmp_path) is None
 
 
@@ -100,7 +102,7 @@ def test_remains_of_writers_that_were_killed_go_with_the_next_save(tmp_path: Pat
     save_state(tmp_path, 1, arrays(1), {})
     for number in (2, 3):
         assert killed(tmp_path, number, 0, number)
-    assert len(list(tmp_path.glob(".step-*"))) == 1  # the second writer removed the first one's
+    assert len(list(tmp_path.glob(".step-*"))) == 1  # the second writer removed the temporary folder of the first
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(state, "_write", lambda *given: (_ for _ in ()).throw(full))
@@ -113,7 +115,7 @@ def test_remains_of_writers_that_were_killed_go_with_the_next_save(tmp_path: Pat
 
 
 def test_of_two_states_of_a_step_the_later_one_is_read(tmp_path: Path) -> None:
-    """A writer that is killed after both renames leaves the one before beside it."""
+    """A writer that is killed after both renames leaves the older state next to the newer one."""
     before = save_state(tmp_path, 5, arrays(0), {"number": 0}).rename(tmp_path / "kept")
     save_state(tmp_path, 5, arrays(1), {"number": 1})
     before.rename(tmp_path / "step-000000005.before")
@@ -122,7 +124,7 @@ def test_of_two_states_of_a_step_the_later_one_is_read(tmp_path: Path) -> None:
 
 
 def test_two_processes_with_one_pid_write_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks of two pods do: the second one writes while the first one is about to rename its file."""
+    """As with ranks of two pods: the second process writes while the first is about to rename its file."""
     file, rename = tmp_path / "value.json", os.replace
 
     def late(*paths: Path) -> None:

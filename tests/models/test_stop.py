@@ -1,4 +1,4 @@
-"""Trainings of every objective that a signal stops: the step ends, the state is saved, and they end with the same bits."""
+"""Training runs of every objective that a signal stops: the step ends, the state is saved, and the resumed run ends with the same bits."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_a_state_is_saved_by_time_and_seldom_where_writing_is_slow(monkeypatch: 
         for seconds in (9.9, 0.2, 149.0, 2.0):
             now[0] += seconds
             saver.save_if_due()
-    # Due after 10 s, then, where a write takes 3 s, after 150: writing takes 2 % of the time.
+    # First due after 10 s; once a write takes 3 s, after 150 s, so that writing takes 2 % of the time.
     assert writes == [110.1, 264.1]
 
 
 def test_a_training_goes_on_while_its_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state of step 2 gets to the disk after step 4; that of step 4 has to wait for it."""
+    """The state of step 2 reaches the disk after step 4; the write of step 4's state must wait for it."""
     going_on, flush, complete = threading.Event(), state.flush, dict[float, list[str]]()
 
     def slow(path: Path) -> None:
@@ -153,7 +153,7 @@ def test_one_write_at_a_time_whose_error_the_next_save_or_the_end_raises() -> No
 
 
 def test_a_signal_waits_for_the_write_and_a_second_one_does_not() -> None:
-    """And no thread is left, which would free tensors while the interpreter ends: C++ then aborts."""
+    """No thread is left that would free tensors while the interpreter exits, because C++ would then abort."""
     finish, ended, before = threading.Event(), [], set(threading.enumerate())
 
     def write() -> None:
@@ -184,7 +184,7 @@ def test_a_stopped_rollout_goes_on_and_ends_with_the_same_bits(
     critic: bool, stopped_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"rollouts": 2, "prompts": 4, "answers": 2, "max_tokens": 3, "kl_coefficient": 0.1, "compute": {"micro_batch_tokens": 64}}
-    monkeypatch.setattr(rollouts, "WAVE_FLOPS", 0.0)  # a wave for each prompt
+    monkeypatch.setattr(rollouts, "WAVE_FLOPS", 0.0)  # one wave per prompt
     signals = {"a wave": 6, "the first update": 1, "the third update": 3}
     sent, scored = [], []
 
@@ -227,7 +227,8 @@ def test_a_stopped_rollout_goes_on_and_ends_with_the_same_bits(
 @pytest.mark.parametrize("critic", [True, False])
 @pytest.mark.parametrize("where", ["forward", "backward", "reference"])
 def test_a_signal_leaves_an_update_in_the_middle_and_loses_none(critic: bool, where: str, tmp_path: Path) -> None:
-    """A signal comes in a layer of the second update's pass, or of the reference's in the second rollout: the next layer is not computed."""
+    """A signal arrives in a layer of the second update's pass, or of the reference's pass in the second rollout: the next layer is not
+    computed."""
     settings = {"rollouts": 2, "prompts": 4, "answers": 2, "max_tokens": 3, "kl_coefficient": 0.1, "compute": {"micro_batch_tokens": 64}}
     config = (PpoSettings if critic else GrpoSettings)(**settings, epochs=2, minibatches=2)
     scored: list[int] = []

@@ -1,4 +1,4 @@
-"""The tokenizer: bytes in, the same bytes out; the same ids in transformers; the same file for the same words."""
+"""The tokenizer: text survives encoding and decoding, ids equal transformers', and equal words give equal files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_special_tokens_have_the_first_ids(tokenizer: Tokenizer):
 
 
 def test_digits_stand_alone():
-    # Digits that occur together most often still never merge; only ASCII digits are tried for ids.
+    # Digits that occur together most often still never merge; only ASCII digits are tested as ids.
     trained = Tokenizer.train(["2024 2024 2024 1999"] * 50, 300)
     pieces = [trained.decode([i]) for i in trained.encode("in 2024, 19.99")]
     assert [p for p in pieces if any(c.isdigit() for c in p)] == list("20241999")
@@ -125,7 +125,7 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path):
 
 
 def by_hand(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Llama 3's dialogue format, token by token."""
+    """Return the ids of Llama 3's dialogue format, token by token."""
     ids = [0]
     for message in messages:
         header = [2, *tokenizer.encode(message["role"]), 3, *tokenizer.encode("\n\n")]

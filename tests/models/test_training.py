@@ -1,4 +1,4 @@
-"""The loop: schedules, skipping, bit-exact resumption."""
+"""The training loop: schedules, skipped steps, bit-exact resumption."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def rates(**settings: object) -> list[float]:
 
 
 def test_schedules_by_hand():
-    # Warm-up 1/2, 1; then a fall that would reach its end at step 6: 3/4, 1/2, 1/4 of the way.
+    # Warm-up 1/2, 1; then a decay that would reach its end at step 6: 3/4, 1/2, 1/4 of the way.
     assert rates(steps=5, warmup_steps=2, schedule="linear") == pytest.approx([0.5, 1, 0.75, 0.5, 0.25])
     cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
     assert rates(steps=5, warmup_steps=2, schedule="cosine") == pytest.approx([0.5, 1, *cosine])
@@ -203,7 +203,7 @@ def test_a_plain_function_is_an_objective_but_cannot_be_split():
 
 
 class Poisoned(o.LanguageModeling):
-    """Gives NaN at the calls named."""
+    """An objective that returns NaN at the given calls."""
 
     def __init__(self, at: set[int]) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_annealing_ends_with_the_averaged_weights():
 
 
 class Dropping(o.LanguageModeling):
-    """Uses torch's default generator, as the dropout of an adapter does."""
+    """An objective that uses torch's default generator, as an adapter's dropout does."""
 
     def loss(self, made, batch, totals):
         loss, metrics = super().loss(made, batch, totals)
@@ -307,7 +307,7 @@ def test_a_training_goes_on_in_the_precision_that_it_was_begun_in(monkeypatch: p
         if row["step"] == 2:
             raise Stop
 
-    # As a machine that is busy when the second process starts would have it.
+    # As if the machine were busy when the second process starts.
     fastest = TrainConfig(**nested(precision="fastest", **settings))
     monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
     with pytest.raises(Stop):
@@ -364,7 +364,7 @@ def test_resuming_ends_with_the_same_bits(tmp_path: Path, stop_after: int, every
 
 
 def test_kill_nine_during_a_write_and_resume(tmp_path: Path):
-    """Of the states of steps 2 and 4 the second never gets to the disk; step 6 is computed meanwhile."""
+    """Of the states of steps 2 and 4, the second never reaches the disk; step 6 is computed meanwhile."""
     script = textwrap.dedent(
         """
         import sys, threading

@@ -1,4 +1,4 @@
-"""Muon, moving averages, spikes, activation checkpointing, ramps, experts: what a run may be asked for."""
+"""Options of a training run: Muon, moving averages, spikes, activation checkpointing, ramps, experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_orthogonalise_keeps_the_singular_vectors(shape: tuple[int, ...]):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     expected = s / x.norm(dim=(-2, -1))[..., None]
-    for _ in range(5):  # the polynomial acts on each singular value alone
+    for _ in range(5):  # the polynomial acts on each singular value separately
         expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
     torch.testing.assert_close(orthogonalise(x), u @ (expected[..., None] * v), rtol=1e-9, atol=1e-9)
     assert expected.min() > 0.3 and expected.max() < 1.3
@@ -130,7 +130,7 @@ def test_galore_holds_what_it_says_and_a_full_rank_is_adamw():
 
 
 class Lion(Optimizer):
-    """The sign of a moving average (Chen et al. 2023), whole in this file: all that Puna must know of an optimiser."""
+    """The sign of a moving average (Chen et al. 2023), defined completely in this file, as an optimiser of another package would be."""
 
     name, description, state_bytes, learning_rate = "lion", "Lion for all weights", 4, 1e-4
 
@@ -153,7 +153,7 @@ class Killed(Exception):
 
 
 def resumed(folder: Path, config: TrainConfig, shape: ModelConfig = CONFIG) -> tuple[list[dict], Transformer, Transformer]:
-    """The log and model of a training, and the model of the same one that ends after step 7 and goes on from what it saved."""
+    """Return the log and model of a training run, and the model of the same run stopped after step 7 and resumed."""
 
     def kill(row: dict) -> None:
         if row["step"] == 7:
@@ -194,7 +194,7 @@ def test_an_optimizer_of_ones_own_is_one_class():
     made = model()
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     train(made, o.LanguageModeling(), batches, config, seed=0)
-    for name, p in made.named_parameters():  # the first step goes the rate's way against each gradient's sign
+    for name, p in made.named_parameters():  # the first step moves each weight by the learning rate against the sign of its gradient
         assert set(((p - before[name]) / 1e-4).round().unique().tolist()) <= {-1, 0, 1}, name
 
 
@@ -208,7 +208,7 @@ def test_a_state_that_is_not_all_there_is_refused():
         trainers[1].restore(lion)
 
     class Hoarder(Lion):
-        """Keeps a tensor that no checkpoint would have."""
+        """An optimiser with a tensor that no checkpoint contains."""
 
         name = "hoarder"
 
@@ -266,7 +266,7 @@ def test_muon_trains_the_matrices_inside_the_layers_and_adamw_the_rest():
 
 @pytest.mark.parametrize(("optimizer", "tied"), [("adamw", False), ("muon", False), ("muon", True)])
 def test_only_embeddings_move_at_a_rate_of_their_own(optimizer: str, tied: bool):
-    """AdamW's first step is the rate times the gradient's sign, so that one of three times the rate goes three times as far."""
+    """AdamW's first step is the learning rate times the gradient's sign, so three times the rate moves three times as far."""
     moved = []
     for scale in (1.0, 3.0):
         made = model(CONFIG.replace(tie_word_embeddings=tied))
@@ -375,8 +375,8 @@ def test_activation_checkpointing_changes_no_number(config: ModelConfig):
     "changes", [{}, {"moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}}, {"sliding_window": 8}]
 )
 def test_a_pass_on_a_device_waits_for_nothing_from_it(changes: dict, monkeypatch: pytest.MonkeyPatch):
-    """On the device that holds nothing, as a GPU stands in for it: whoever reads a number back fails. What of the mask the host must
-    know is made before it moves."""
+    """On torch's `meta` device in place of a GPU: reading a number back fails. Host-side facts about the mask are computed before the
+    move."""
     monkeypatch.setattr("puna.kernels.attention.uses_triton", lambda tensor: tensor.device.type == "meta")
     with torch.device("meta"):
         made = Transformer(CONFIG.replace(model_type="", **changes))
@@ -439,7 +439,7 @@ def test_a_ramp_neither_skips_nor_repeats_examples(values: list[int], steps: int
 @given(st.lists(st.integers(1, 50), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_pack_is_best_fit_decreasing(lengths: list[int]):
-    """By brute force: longest first, each into the fullest row that still has room."""
+    """Compared with brute force: longest first, each into the fullest row that still has room."""
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         room = [(50 - sum(lengths[i] for i in row), number) for number, row in enumerate(rows)]
@@ -452,7 +452,7 @@ def test_pack_is_best_fit_decreasing(lengths: list[int]):
 
 
 class Scattered(TorchDispatchMode):
-    """Names of the operators that add to one number from several places, in a GPU's own order."""
+    """A recorder of operators that add several values to one element, whose order on a GPU may vary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +472,7 @@ def test_experts_add_up_in_one_order_on_any_device():
     with Scattered() as seen:
         block(x)[0].square().sum().backward()
     assert not seen.names
-    with Scattered() as seen:  # the mode does see what it looks for
+    with Scattered() as seen:  # the recorder does see such operators
         torch.zeros(3, 16).index_add(0, torch.tensor([1, 1]), x[torch.tensor([0, 0])].detach())
         x[torch.tensor([1, 1])].sum().backward()
     assert {name.lstrip("_") for name in seen.names} >= {"index_add"} and len(seen.names) >= 2

@@ -1,4 +1,4 @@
-"""PPO's driver: it learns what is rewarded, stays near its reference when told to, and resumes to the bit."""
+"""PPO's driver: it learns what is rewarded, stays near its reference if told to, and resumes bit by bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(head: str = "lm", seed: int = 0) -> Transformer:
 
 
 def share_of_nines(prompts, completions):
-    """A verifier: the share of an answer's tokens that are 9."""
+    """A verifier: return the share of an answer's tokens that are 9."""
     return [[sum(t == 9 for t in c.tokens) / len(c.tokens) for c in row] for row in completions]
 
 
@@ -72,7 +72,7 @@ def test_the_score_rises():
 def test_the_first_update_starts_at_ratio_one():
     # One update only: the ratio is 1 for all tokens and the whitened advantages have mean 0.
     row = run(settings(rollouts=1, epochs=1, minibatches=1), model())[0]
-    assert row["approximate_kl"] == 0.0  # the pass of training has the bits of the sampled log-probs
+    assert row["approximate_kl"] == 0.0  # the training pass gives the bits of the sampled log-probs
     assert row["loss"] == pytest.approx(0.0, abs=1e-5)
     assert row["clip_fraction"] == 0.0
     assert row["kl"] == pytest.approx(0.0, abs=1e-4)
@@ -98,20 +98,20 @@ def test_group_advantages_by_hand(baseline: str):
 
 
 def test_step_advantages_by_hand():
-    # All rewards of the group: 1 0 1 | 0 0, mean .4; squares of the differences .36 .16 .36 .16 .16 add up to 1.2, over n - 1: .3.
+    # All rewards of the group: 1 0 1 | 0 0, mean .4; the squared differences .36 .16 .36 .16 .16 add up to 1.2, over n - 1: .3.
     steps = [[(2, 1.0), (2, 0.0), (5, 1.0)], [(1, 0.0), (3, 0.0)]]
     up, down = 0.6, -0.4
     expected = [up + down + up] * 2 + [up] * 3 + [2 * down] + [down] * 2
     assert o.step_advantages(steps, "mean").tolist() == pytest.approx(expected, abs=1e-6)
     assert o.step_advantages(steps, "grpo").tolist() == pytest.approx([a / math.sqrt(0.3) for a in expected], rel=1e-5)
-    # Answers without steps are compared as wholes.
+    # Answers without steps are compared as a whole.
     rewards = torch.tensor([[1.0, 0.0, 0.25]])
     alone = o.step_advantages([[(4, reward)] for reward in rewards[0].tolist()], "grpo")
     assert torch.equal(alone, o.group_advantages(rewards, "grpo")[0].repeat_interleave(4))
 
 
 def test_rewards_of_steps_reach_the_tokens_before_them():
-    """By an independent sum over each answer's steps, with its own reward, less what is taken off, at its end."""
+    """Compared with an independent sum over each answer's steps; the answer's own reward, minus the penalty, counts at its end."""
 
     def scorer(prompts, completions):
         scores = share_of_nines(prompts, completions)
@@ -175,12 +175,12 @@ NORMALIZERS = ({}, {"normalizer": "answers", "ratio": "sequence"}, {"normalizer"
 
 @pytest.mark.parametrize("chosen", NORMALIZERS, ids=lambda given: given.get("normalizer", "tokens"))
 def test_groups_that_teach_nothing_are_left_out_and_change_nothing(chosen: dict[str, str]):
-    def scorer(prompts, completions):  # to a prompt of one token every answer is worth the same
+    def scorer(prompts, completions):  # all answers to a one-token prompt have equal rewards
         return [[0.5 if len(prompt) == 1 else c.tokens[0] / 11 for c in row] for prompt, row in zip(prompts, completions, strict=True)]
 
     config = group_settings(rollouts=3, kl_coefficient=0.0, unfinished_penalty=0.0, minibatches=1, micro_batch_tokens=512).replace(**chosen)
     found = {}
-    for weight in (0.0, 1e-12):  # with an entropy bonus, be it ever so small, every group is read
+    for weight in (0.0, 1e-12):  # with an entropy bonus, however small, every group is computed
         policy = model()
         log = by_group(config.replace(entropy_weight=weight), policy, scorer)
         found[weight] = [p.detach() for p in policy.parameters()], log
@@ -190,7 +190,7 @@ def test_groups_that_teach_nothing_are_left_out_and_change_nothing(chosen: dict[
 
 
 def test_prompts_whose_answers_earn_the_same_give_way_to_others():
-    """Only [3] and [7, 8] have answers of different scores. Drawn again, a rollout of four has as many of them as there were."""
+    """Only [3] and [7, 8] have answers of different scores. With resampling, a rollout of four contains as many of them as were drawn."""
     asked: list[list[int]] = []
 
     def scorer(prompts, completions):
@@ -204,16 +204,17 @@ def test_prompts_whose_answers_earn_the_same_give_way_to_others():
         (row,) = by_group(config, model(), scorer)
         seen[resample] = len(asked), row["tokens"]
         assert row["score"] == 0.75 and row["unequal_prompts"] == 0.5
-        # What was drawn counts, not what could have been.
+        # Only prompts that were drawn count.
         assert row["drawn_answers"] == 4 * len(asked) and row["drawn_answers"] <= row["drawn_tokens"] <= 4 * row["drawn_answers"]
     assert [count for count, _ in seen.values()] == [4, 8, 8]
-    # The update of the first has two groups of the four, that of the others four: each prompt twice.
+    # The first rollout's update has two of the four groups, the other's four: each prompt twice.
     assert seen[1] == seen[3] and seen[1][1] > seen[0][1]
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "mean", "rloo"])
 def test_answers_of_equal_scores_teach_no_more_than_the_kl_penalty(baseline: str):
-    """The penalty less its mean over the group (rloo: over the others), in nats times its coefficient: no deviation makes it larger."""
+    """The penalty minus its mean over the group (rloo: over the others), in nats times its coefficient: no division by the deviation
+    enlarges it."""
     rows = []
     config = group_settings(baseline, rollouts=1, kl_coefficient=0.05, unfinished_penalty=0.0)
     scorer = lambda prompts, completions: [[1.0] * len(row) for row in completions]  # noqa: E731
@@ -230,7 +231,7 @@ def test_answers_of_equal_scores_teach_no_more_than_the_kl_penalty(baseline: str
 
 
 def test_a_first_rollout_of_equal_scores_does_not_blow_up_later_rewards():
-    """Nothing is right at first; a right answer later counts as 1, and not as 1 over the least deviation."""
+    """At first all answers are wrong; a later right answer has reward 1, not 1 divided by a tiny deviation."""
     seen = []
 
     def scorer(prompts, completions):
@@ -257,7 +258,7 @@ def test_without_a_penalty_the_reference_is_computed_in_few_rollouts_only():
         logs.append(by_group(changed, model(), reference=reference))
     measured = [row["step"] for row in logs[0] if "kl" in row]
     assert measured == [*range(1, 20, 2), 20] and len(seen) == len(measured) + 20
-    # A penalty that rounds to nothing gives the same policy, and the same divergence where both measure it.
+    # A penalty that rounds to nothing gives the same policy, and the same divergence in rollouts where both measure it.
     for free, held in zip(*logs, strict=True):
         assert free["loss"] == pytest.approx(held["loss"], abs=1e-9) and free.get("kl", held["kl"]) == held["kl"]
 

@@ -1,4 +1,4 @@
-"""The decoder against transformers' Llama on the same weights, and the forest against separate rows."""
+"""The decoder compared with transformers' Llama on the same weights, and the forest compared with separate rows."""
 
 import math
 
@@ -28,7 +28,7 @@ def build(head="lm", seed=0, **changes):
 
 
 def llama(model):
-    """transformers' model on the same weights."""
+    """Return transformers' model with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     raw = model.config.to_dict()
@@ -40,7 +40,7 @@ def llama(model):
 
 @pytest.fixture
 def exact_llama(monkeypatch):
-    """transformers computes norms and rotary angles in fp32 whatever the dtype; here they keep the dtype."""
+    """Make transformers compute norms and rotary angles in the model's dtype, not in fp32."""
     from transformers.models.llama import modeling_llama
 
     def norm(self, x):
@@ -106,7 +106,7 @@ def test_packed_equals_separate(dtype, tolerance):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-10)])
 def test_twelve_answers_equal_twelve_rows(dtype, tolerance):
-    """Log-probs and the gradient of their weighted sum, prompt once against prompt twelve times."""
+    """Log-probs and the gradient of their weighted sum, with the prompt once and with the prompt twelve times."""
     model = build().to(dtype)
     prompt, answers = ids(50), [ids(5 + 7 * i, seed=i) for i in range(12)]
     branched = Forest.branch(prompt, answers)
@@ -131,7 +131,7 @@ def test_twelve_answers_equal_twelve_rows(dtype, tolerance):
 
 
 def test_nested_branches_see_their_path():
-    """A prompt, two turns below it, two answers below the first turn."""
+    """A prompt, two turns after it, two answers after the first turn."""
     model = build().double()
     tokens = ids(10)
     end = torch.tensor([10, 10, 7, 7, 5, 7, 7, 10, 10, 10], dtype=torch.int32)
@@ -187,7 +187,7 @@ def test_layers_that_add_nothing_at_the_start_learn_all_the_same(variant):
     assert loss.item() == pytest.approx(8 * math.log(CONFIG.vocab_size))
     written = {name for name, p in weights.items() if p.ndim > 1 and not p.detach().any()}
     assert len(written) == 7 and all("o_proj" in name or "down_proj" in name or name == "lm_head.weight" for name in written)
-    # The output layer learns first, and through it the others.
+    # The output layer changes first, and through its gradient the other layers.
     for name in ("lm_head.weight", *written):
         made.cross_entropy(*said).backward()
         assert weights[name].grad.abs().max() > 1e-4

@@ -1,4 +1,4 @@
-"""Answers in several turns: what the model wrote between the replies teaches, and nothing else."""
+"""Answers in several turns: only the tokens that the model wrote between the replies are trained."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_turns_and_replies_alternate_within_the_limits() -> None:
         assert len(one.tokens) == len(one.logprobs) == len(one.mask) <= 12
         start = 0
         for begin, end, messages in one.replies:
-            assert one.tokens[begin - 1] in params.stop and begin > start  # a turn that ended by itself, not empty
+            assert one.tokens[begin - 1] in params.stop and begin > start  # a turn that ended by itself and is not empty
             assert one.tokens[begin:end] in REPLIES and messages == [{"role": "user", "content": str(one.tokens[0])}]
             assert one.mask[begin:end] == [False] * (end - begin) and one.logprobs[begin:end] == [0.0] * (end - begin)
             start = end
@@ -68,13 +68,14 @@ def test_turns_and_replies_alternate_within_the_limits() -> None:
         complete = one.tokens[-1] in params.stop and (one.tokens[0] in (3, 4) or len(one.replies) == 2)
         assert one.finished == complete, one
         kinds.add((one.finished, len(one.replies), len(one.tokens) == 12))
-    # Complete at once and after two replies; cut off in a turn; and without room for a turn behind the reply.
+    # Complete at once and after two replies; truncated within a turn; and without room for a turn after the reply.
     assert {(True, 0, False), (True, 2, False), (False, 1, True)} <= kinds and {(False, 0, False), (False, 1, False)} & kinds
     assert in_turns(engine, PROMPTS, params, turns=1) == engine.generate(PROMPTS, params)
 
 
 def test_gradients_are_those_of_the_policys_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a pass over each answer alone: the advantage by hand, at ratio 1 times the log-prob's gradient, over own tokens only."""
+    """Compared with a pass over each answer alone: the advantage by hand, at ratio 1, times the log-prob's gradient, over own tokens
+    only."""
     policy, config, seen, outputs = model(), settings(), list[Sampled](), list[torch.Tensor]()
     gradients: dict[str, torch.Tensor] = {}
     sample, accumulate, logprobs_of = Rollouts.sample, Trainer._accumulate, Transformer.token_logprobs
@@ -116,15 +117,15 @@ def test_gradients_are_those_of_the_policys_own_tokens(monkeypatch: pytest.Monke
     assert any(one.replies for one in sampled.flat)
     for name, parameter in untrained.named_parameters():
         assert torch.allclose(gradients[name].double(), parameter.grad, rtol=1e-4, atol=1e-7), name
-    # Each target's own part of the gradient: 0 at every token of a reply, as well as where the advantage is 0.
+    # Each target's own part of the gradient: 0 at every token of a reply, and where the advantage is 0.
     (logprobs,) = outputs
     assert len(logprobs) == len(sampled.mask) and not logprobs.grad[~sampled.mask].any() and logprobs.grad[sampled.mask].all()
     assert row["answer_tokens"] == own_tokens / 16 and row["turns"] == 1 + sum(len(one.replies) for one in sampled.flat) / 16
-    assert row["approximate_kl"] == 0.0  # the pass of training has the bits of the sampled log-probs, in all turns
+    assert row["approximate_kl"] == 0.0  # the training pass gives the bits of the sampled log-probs, in all turns
 
 
 def test_what_stands_at_replies_counts_nowhere() -> None:
-    """The divergence to the reference and the means of the table are over own tokens."""
+    """The divergence from the reference and the means in the table are over own tokens only."""
     rows: list[dict[str, Any]] = []
     source_ = source(settings(kl_coefficient=0.5), model(), keep=lambda _, given: rows.extend(given or ()))
     sampled = source_.sample(1)
@@ -143,7 +144,7 @@ def test_what_stands_at_replies_counts_nowhere() -> None:
 
 
 def test_a_stopped_rollout_of_turns_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "WAVE_FLOPS", 0.0)  # a wave for each prompt
+    monkeypatch.setattr(rollouts, "WAVE_FLOPS", 0.0)  # one wave per prompt
     config, stops = settings(rollouts=2, minibatches=2, epochs=2), {"wave": 2, "update": 1}
     whole = model()
     expected = train_grpo(source(config, whole))
@@ -164,7 +165,7 @@ def test_a_stopped_rollout_of_turns_goes_on_with_the_same_bits(tmp_path: Path, m
 
     monkeypatch.setattr(Trainer, "step", stopped)
     resumed = model()
-    for _ in range(2):  # in a wave of the first rollout, then after its first update
+    for _ in range(2):  # killed in a wave of the first rollout, then after its first update
         with pytest.raises(KeyboardInterrupt):
             train_grpo(Rollouts(model(), model(seed=1), scorer, PROMPTS, [STOP, 1, 2, 5], config, 3, generate=answering), tmp_path)
     log = train_grpo(source(config, resumed), tmp_path)

@@ -1,5 +1,5 @@
-"""vLLM as an engine: what it is asked, by a stand-in with the signatures of vLLM 0.11 that answers with Puna's own engine; and vLLM itself
-where it is installed."""
+"""vLLM as an engine: the calls that it gets, checked with a stub with the signatures of vLLM 0.11 that answers with Puna's own engine; and
+vLLM itself if it is installed."""
 
 import dataclasses
 import importlib.util
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @dataclass
 class Asked:
-    """vllm.SamplingParams: the fields of its own that it is built with, and their defaults."""
+    """A stub of vllm.SamplingParams: the fields that it is given, and its defaults."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -52,8 +52,8 @@ class Asked:
 
 
 class Model:
-    """vllm.LLM over Puna's engine: outputs come with their index, in any order, and log-probs by token. It computes with weights that lie
-    `noise` (a deviation) from those of the folder, as kernels of another engine and fewer bits do."""
+    """A stub of vllm.LLM over Puna's engine: outputs come with their index, in any order, and log-probs by token. Its weights differ from
+    the folder's by noise of deviation `noise`, as other kernels and fewer bits would cause."""
 
     made = []
     noise = 0.0
@@ -67,7 +67,7 @@ class Model:
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         assert method == "reload_weights" and not args
-        self.weights, self.engine = load(self.folder), None  # pages of the weights before must be dropped first
+        self.weights, self.engine = load(self.folder), None  # the previous weights' pages must be dropped first
         generator = torch.Generator().manual_seed(0)
         for parameter in self.weights.parameters():
             parameter.data += self.noise * torch.randn(parameter.shape, generator=generator)
@@ -109,12 +109,12 @@ def test_answers_come_back_as_the_engines(folder, stand_in):
     rows = engine.generate(["to be", [7, 8, 9], "to be"], params, lambda *now: told.append(now))
     (model,) = Model.made
     assert (model.quantization, model.share, model.mode) == ("fp8", 0.5, "raw_logprobs") and told == [(9, 9)]
-    assert len({asked.seed for asked in model.asked}) == 3  # equal prompts, too
+    assert len({asked.seed for asked in model.asked}) == 3  # also for equal prompts
     for row, asked, prompt in zip(rows, model.asked, ([*TOKENIZER.lead, *TOKENIZER.encode("to be")], [7, 8, 9], "to be"), strict=True):
         assert (asked.top_p, asked.logit_bias, asked.stop, asked.stop_token_ids) == (0.9, {5: 1.0}, ["e"], sorted(TOKENIZER.stop_ids))
         assert row == model.engine.generate([prompt], dataclasses.replace(params, seed=asked.seed))[0]
     assert engine.generate(["to be", [7, 8, 9], "to be"], params) == rows and len(Model.made) == 1
-    assert engine.generate([[7, 8, 9]], params) == [rows[1]]  # whatever is asked beside it
+    assert engine.generate([[7, 8, 9]], params) == [rows[1]]  # for any other prompts in the call
 
 
 def test_logprobs_are_at_the_temperature_or_refused(folder, stand_in):
@@ -126,7 +126,7 @@ def test_logprobs_are_at_the_temperature_or_refused(folder, stand_in):
         engine.generate([[1, 2]], dataclasses.replace(warm, top_k=3))
     with pytest.raises(ValueError, match="loaded for other parameters"):
         engine.generate([[1, 2]], dataclasses.replace(warm, temperature=0.0))
-    with pytest.raises(ValueError, match="no masks and no guesses"):
+    with pytest.raises(ValueError, match="neither masks nor speculation"):
         engine.generate([[1, 2]], dataclasses.replace(warm, speculate=3))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[1, 2], []], warm)
@@ -136,7 +136,7 @@ def test_logprobs_are_at_the_temperature_or_refused(folder, stand_in):
 def test_what_cannot_be_is_told_before(monkeypatch):
     with pytest.raises(ValueError, match="speculate must be 0, weights same or fp8"):
         ServingSettings(engine="vllm", weights="int8")
-    with pytest.raises(ValueError, match="memory 4: vLLM is told a share of the GPU, gpu_memory; leave memory out"):
+    with pytest.raises(ValueError, match="memory 4: vLLM takes the share gpu_memory of the GPU's memory; leave memory out"):
         ServingSettings(engine="vllm", memory=4)
     monkeypatch.setattr("puna.models.serving.find_spec", lambda name: None)
     assert ServingSettings(engine="vllm").unmet("serving") == ["serving.engine: vLLM is not installed; pip install 'puna[vllm]', or set engine to puna"]

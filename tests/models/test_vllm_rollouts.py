@@ -1,6 +1,6 @@
-"""Rollouts drawn by vLLM: their tokens count in the loss by truncated importance weights, derived here from passes over each answer alone.
+"""Rollouts sampled by vLLM: truncated importance weights for the loss, compared with weights derived from passes over each answer alone.
 
-vLLM's place is taken by the stand-in of `test_vllm_engine`, with the signatures of vLLM's `LLM`, over weights that lie beside the policy's.
+A stub replaces vLLM (see `test_vllm_engine`), with the signatures of vLLM's `LLM`, over weights close to the policy's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def source(config: GrpoSettings, policy: Transformer, other: Callable[[Transform
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Callable[[Transformer], Any]]:
-    """`vllm(noise)`: an engine that computes with weights that lie so far from the policy's."""
+    """Return `vllm(noise)`: an engine whose weights differ from the policy's by this noise."""
     Model.made.clear()
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=Model, SamplingParams=Asked))
 
@@ -64,7 +64,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Calla
 
 
 def log_table(network: Transformer, prompt: list[int], answer: list[int], temperature: float) -> torch.Tensor:
-    """Return the log-probs [n, V] before each of an answer's tokens, from a pass over the answer alone, in fp64."""
+    """Return the log-probs [n, V] of the next token at each of an answer's tokens, from a pass over the answer alone, in fp64."""
     network = network.double()
     logits = network.logits(network.hidden(Forest.pack([torch.tensor([*prompt, *answer])])))[len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1)
@@ -72,7 +72,8 @@ def log_table(network: Transformer, prompt: list[int], answer: list[int], temper
 
 @pytest.mark.parametrize("cap", [1.0, 1.3, 1e9])
 def test_weights_are_the_truncated_ratio(cap: float) -> None:
-    """Over a whole vocabulary: the engine's mean of the weights is the sum of min(p, cap q), 1 where nothing is cut."""
+    """Over a whole vocabulary: the mean weight under the engine's distribution is the sum of min(p, cap q), which is 1 without
+    truncation."""
     p, q = (torch.randn(50, generator=torch.Generator().manual_seed(s), dtype=torch.float64).softmax(0) for s in (0, 1))
     weights = o.importance_weights(p.log(), q.log(), cap)
     assert float((q * weights).sum()) == pytest.approx(sum(min(a, cap * b) for a, b in zip(p.tolist(), q.tolist(), strict=True)), rel=1e-12)
@@ -102,7 +103,7 @@ def test_answers_have_the_policys_log_probs_and_the_weights_of_their_tokens(vllm
 
 
 def test_the_gradient_is_the_weighed_one(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At ratio 1 to the policy that was asked: advantage times min(p / q, cap) times the log-prob's gradient, by hand."""
+    """At ratio 1 to the sampling policy: advantage times min(p / q, cap) times the log-prob's gradient, by hand."""
     policy, kept, gradients = model(), list[Sampled](), dict[str, torch.Tensor]()
     sample, accumulate = Rollouts.sample, Trainer._accumulate
 
@@ -132,12 +133,12 @@ def test_the_gradient_is_the_weighed_one(vllm: Any, monkeypatch: pytest.MonkeyPa
     loss.backward()
     for name, parameter in untrained.named_parameters():
         assert torch.allclose(gradients[name].double(), parameter.grad, rtol=1e-4, atol=1e-7), name
-    assert row["approximate_kl"] == 0.0  # the ratio of the update starts at the policy, not at the engine
+    assert row["approximate_kl"] == 0.0  # the update's ratio is relative to the policy, not to the engine
     assert row["mismatch"] > 0 and row["importance"] == pytest.approx(float(sampled.importance.mean()))
 
 
 def test_punas_own_engine_has_weights_of_one_and_is_not_asked_again() -> None:
-    """Even with a cap of 1: the engine's log-probs are the policy's, bit by bit, so weighing changes no bit of a training."""
+    """Even with a cap of 1: the engine's log-probs equal the policy's bit by bit, so the weights change no bit of a training run."""
     plain, weighed = model(), model()
     config = settings(rollouts=2, epochs=2, importance_cap=1.0, kl_coefficient=0.1)
     engines = {id(weighed): Engine(weighed, exact=True)}

@@ -1,4 +1,4 @@
-"""Jobs of the ranks: a step of each objective under a layout, against the same step on one process."""
+"""Jobs for the ranks: a step of each objective under a layout, compared with the same step in one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla": {"num_key_value_heads": 4, "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}},
 }
 DEVICE = "cpu"
-"""Where the models are: the script of GPU measurements sets it."""
+"""Device of the models; the script of GPU measurements sets it."""
 OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "grpo")
 SCALAR = ("reward", "value")
 
@@ -75,7 +75,7 @@ SCALAR = ("reward", "value")
 def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: int) -> Transformer:
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), "scalar" if objective in SCALAR else "lm", generator)
-    with torch.no_grad():  # gains and biases away from one and zero, which would hide a mistake
+    with torch.no_grad():  # gains are moved from one and biases from zero, which would hide errors
         for _, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).normal_(0, 0.3, generator=generator))
@@ -154,7 +154,7 @@ def train_config(layout: Layout, optimizer: str = "adamw", **compute: Any) -> Tr
 
 
 def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int, micro: int, **compute: Any) -> dict[str, Any]:
-    """Return the gradients of a step, its row's numbers, and the weights after two steps."""
+    """Return the gradients of a step, the numbers of its log row, and the weights after two steps."""
     model = network(variant, objective, num_hidden_layers=layers)
     with Trainer(model, loss_of(objective, layout, mesh), train_config(layout, **compute), mesh=mesh) as trainer:
         held, found = trainer.parallel, list[dict[str, Tensor]]()
@@ -167,7 +167,7 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
             for step, count in ((1, micro), (2, 1)):
-                with trainer.whole_weights(True):  # as before answers are sampled, or a step is validated
+                with trainer.whole_weights(True):  # as before answers are sampled, or a model is validated
                     pass
                 rows.append(trainer.step(step, micro_batches(objective, step, count), seed=1))
     return {
@@ -183,17 +183,17 @@ def one_process(objective: str, variant: str, size: tuple[int, int], compute: tu
 
 
 def size_for(layout: dict[str, int]) -> tuple[int, int]:
-    """Return the layers and micro-batches of a comparison; a pipeline has one micro-batch more than it has ranks."""
+    """Return the numbers of layers and micro-batches of a comparison; a pipeline has one micro-batch more than it has ranks."""
     return (4, layout["pipeline"] + 1) if "pipeline" in layout else (2, 3)
 
 
 def is_first(members: Sequence[int]) -> bool:
-    """True on the rank that computes for all what one process does."""
+    """True on the rank that computes the one-process result for all ranks."""
     return dist.get_rank() == members[0]
 
 
 def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float) -> float:
-    """Return the largest difference of a tensor relative to its own largest number, or `floor` times that of all tensors."""
+    """Return the largest difference of a tensor, relative to its own largest number or to `floor` times that of all tensors."""
     assert some.keys() == others.keys()
     top = max(float(x.abs().max()) for x in others.values())
     return max(float((some[n] - others[n]).abs().max()) / max(float(others[n].abs().max()), floor * top) for n in others)
@@ -202,7 +202,8 @@ def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float)
 def compare(
     members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", size: Sequence[int] = (), **compute: Any
 ) -> dict[str, float]:
-    """Return how far gradients, numbers of the log, and weights under a layout are from those of one process. `size`: layers, micro-batches."""
+    """Return the differences of gradients, log numbers and weights under a layout from those of one process. `size`: layers,
+    micro-batches."""
     chosen = Layout(**layout)
     size = tuple(size or size_for(layout))  # type: ignore[assignment]
     mesh = Mesh(chosen, members)
@@ -223,8 +224,8 @@ def trained(
     members: Sequence[int], layout: dict[str, int], steps: int, folder: str | None = None, of: int = 4, variant: str = "deep",
     at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw",
 ) -> dict[str, Any]:  # fmt: skip
-    """Train up to a step of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is called
-    after each step."""
+    """Train up to step `steps` of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is
+    called after each step."""
     chosen = Layout(**layout)
     model = network(variant)
     config = TrainConfig(
@@ -267,7 +268,7 @@ def restored(
     state = trainer.parallel.load_state(Path(folder), trainer.tensors(), averages)
     assert state is not None
     tensors = {name: tensor for name, tensor in state[0].items() if not name.startswith("average.")}
-    if adopt:  # moments of whole weights, as a phase hands them to the next one
+    if adopt:  # moments of whole weights, as one phase passes them to the next
         trainer.restore({name: torch.zeros_like(tensor) if name.startswith("state.") else tensor for name, tensor in tensors.items()})
         whole = load_state(Path(folder))
         assert whole is not None
@@ -287,7 +288,7 @@ def restored(
 
 
 def whole_bytes(members: Sequence[int], layout: dict[str, int]) -> list[float]:
-    """Return the bytes of the whole model's weights over those of fp32: before a trainer has it, before the first step, and after it."""
+    """Return the bytes of the whole model's weights over those of fp32: before a trainer holds it, before the first step, and after it."""
     chosen, whole, shares = Layout(**layout), network("deep"), list[float]()
 
     def look() -> None:
@@ -303,7 +304,7 @@ def whole_bytes(members: Sequence[int], layout: dict[str, int]) -> list[float]:
 
 
 def passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: int, **compute: Any) -> list[int]:
-    """Return the largest number of a pipeline's passes whose result a rank kept, and how often it computed a layer in a step."""
+    """Return the largest number of a pipeline's passes whose result a rank kept, and how often a step computed a layer."""
     alive, counts, computed = list[weakref.ref[Tensor]](), list[int](), itertools.count()
 
     def forward(run: Callable[..., Any], *given: Any) -> Any:
@@ -324,7 +325,7 @@ def passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: i
 
 
 def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
-    """Return the error of each rank of a training of which one cannot write, and the steps of the complete states."""
+    """Return the error of each rank of a training run in which one rank cannot write, and the steps of the complete checkpoints."""
     with mock.patch("puna.models.training.parallel.boxes.flush", side_effect=OSError("no space left")) if dist.get_rank() else contextlib.nullcontext():
         try:
             trained(members, {"shard": 2}, 4, folder)
@@ -343,7 +344,7 @@ def in_small_chunks(members: Sequence[int], chunk_bytes: int, **given: Any) -> d
 
 
 def read_ratio(members: Sequence[int], layout: dict[str, int], folder: str) -> float:
-    """Return the bytes that a rank reads from the disk to load a state, over those of its own pieces; the files are in no cache."""
+    """Return the bytes that a rank reads from disk to load a state, over those of its own pieces; the files are not cached."""
     chosen = Layout(**layout)
     shape = ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
     mesh, model = Mesh(chosen, members), Transformer(shape, "lm", torch.Generator().manual_seed(0))
@@ -363,7 +364,7 @@ def read_ratio(members: Sequence[int], layout: dict[str, int], folder: str) -> f
 
 
 def _wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Any:
-    """Replace a function by `change` of it and its arguments."""
+    """Replace a function by `change`, which gets the function and its arguments."""
     whole = getattr(owner, name)
     return mock.patch.object(owner, name, lambda *given: change(whole, *given))
 
@@ -398,17 +399,17 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "experts' gradients count by rank": lambda: _wrapped(Parallel, "add_gradients", _enlarge_experts),
     "a stage forgets earlier micro-batches": lambda: _wrapped(Pipelined, "_backward", _wipe),
 }
-"""Faults that other trainers had in compositions of layouts."""
+"""Faults that other trainers had in combinations of layouts."""
 
 
 def in_small_buckets(members: Sequence[int], elements: int, **given: Any) -> dict[str, float]:
-    """Return `compare` where few elements of tensors are exchanged together."""
+    """Return `compare` with small buckets of tensors in exchanges."""
     with mock.patch("puna.models.training.parallel.mesh.BUCKET", elements):
         return compare(members, **given)
 
 
 def faulty(members: Sequence[int], fault: str, **given: Any) -> float:
-    """Return the largest difference of a fault's gradients and numbers of the log from those of one process."""
+    """Return the largest difference of gradients and log numbers between a run with the fault and one process."""
     if is_first(members):
         one_process(given["objective"], given.get("variant", "plain"), size_for(given["layout"]), ())
     with FAULTS[fault]():
@@ -417,8 +418,8 @@ def faulty(members: Sequence[int], fault: str, **given: Any) -> float:
 
 
 def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **shape: int) -> dict[str, float]:
-    """Return the bytes that a rank reads from the disk, and the memory that it takes, to have its pieces of a checkpoint's weights, over the
-    bytes of these pieces. One rank after the other, with the file in no cache; all then have the fingerprint of one process."""
+    """Return the bytes that a rank reads from disk, and the memory that it takes, to load its pieces of a checkpoint's weights, over the
+    bytes of these pieces. One rank at a time, with an uncached file; afterwards all have one process's fingerprint."""
     chosen, file = Layout(**layout), Path(folder, "model.safetensors")
     mesh, device = Mesh(chosen, members), torch.device("cpu")
     if mesh.index == 0:
@@ -442,7 +443,7 @@ def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **
 
 
 def memory_taken(members: Sequence[int], layout: dict[str, int], folder: str, micro: int, tokens: int, **shape: int) -> dict[str, int]:
-    """Return the most memory that a rank takes in two steps of so many micro-batches, and what it takes beside the whole weights then."""
+    """Return a rank's peak memory in two steps of `micro` micro-batches, and its memory besides the whole weights at that time."""
     chosen, device, ended = Layout(**layout), torch.device("cpu"), threading.Event()
     mesh, levels = Mesh(chosen, members), [private_bytes()]
     if mesh.index == 0:
@@ -469,12 +470,12 @@ def memory_taken(members: Sequence[int], layout: dict[str, int], folder: str, mi
 
 
 def private_bytes() -> int:
-    """Return the memory of this process that no file backs."""
+    """Return the anonymous memory of this process, which no file backs."""
     return 1024 * int(dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())["RssAnon"].split()[0])
 
 
 def disk_bytes() -> int:
-    """Return the bytes that this process has had read from disks."""
+    """Return the bytes that this process has read from disks."""
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
@@ -488,7 +489,7 @@ def refusal(members: Sequence[int], **given: Any) -> str:
 
 
 def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
-    """Return the least time of a step of 8 micro-batches of 512 tokens, after one to warm up."""
+    """Return the shortest time of a step of 8 micro-batches of 512 tokens, after a warm-up step."""
     chosen = Layout(**layout)
     shape = ModelConfig(vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3)
     model = Transformer(shape, "lm", torch.Generator().manual_seed(0))
@@ -499,8 +500,8 @@ def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
 
 
 def answer_seconds(members: Sequence[int], layout: dict[str, int], rows: int, tokens: int = 32) -> list[float]:
-    """Return the least of three times, and of this rank's CPU times, that so many answers take, after one to warm up. Prompts of 16 tokens
-    are dealt to the groups, and answers have no end."""
+    """Return the shortest of three wall times, and of this rank's CPU times, for `rows` answers, after a warm-up. Prompts of 16 tokens are
+    divided over the groups, and answers have no stop token."""
     chosen = Layout(**layout)
     shape = ModelConfig(vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4)
     mesh, model = Mesh(chosen, members), Transformer(shape, "lm", torch.Generator().manual_seed(0))
@@ -523,9 +524,9 @@ PROMPTS = [np.random.default_rng([7, i]).integers(0, 37, 3 + i % 4).tolist() for
 
 
 def sampled(members: Sequence[int], layout: dict[str, int], wavering: bool = False) -> dict[str, Any]:
-    """Return the answers of a rollout, in which a prompt is asked twice, and the share of log-probs with the bits of exact passes.
+    """Return the answers of a rollout, in which one prompt occurs twice, and the share of log-probs with the bits of exact passes.
 
-    wavering: the scorer gives other scores on each rank, as a judge may.
+    wavering: the scorer gives different scores on each rank, as a judge may.
     """
 
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Any]]) -> list[list[float]]:
@@ -544,7 +545,7 @@ def sampled(members: Sequence[int], layout: dict[str, int], wavering: bool = Fal
 
 
 def equal_logprobs(policy: Transformer, answered: Sampled) -> float:
-    """Return the share of log-probs with the bits of exact passes."""
+    """Return the share of log-probs whose bits equal those of exact passes."""
     targets = Targets.from_answers(answered.asked, answered.answers)
     with torch.no_grad(), exact_passes(torch.float32, torch.device("cpu")):
         own = policy.token_logprobs(targets.forest, targets.positions, targets.tokens)[0]
@@ -552,7 +553,7 @@ def equal_logprobs(policy: Transformer, answered: Sampled) -> float:
 
 
 def gathered(held: Parallel) -> Transformer:
-    """Return the whole model of the ranks' pieces."""
+    """Return the whole model, gathered from the ranks' pieces."""
     if held.model is held.whole:
         return held.whole  # type: ignore[return-value]
     whole = Transformer(held.whole.config)  # type: ignore[arg-type]
@@ -598,15 +599,15 @@ def rolled(
 
 
 ASKED = [*PROMPTS, list(range(1, 36)) * 2]
-"""Prompts of some tokens, each twice, and one of several pages."""
+"""Prompts of a few tokens, each twice, and one of several pages."""
 
 
 def answered(
     members: Sequence[int], layout: dict[str, int], variant: str = "plain", by_loops: bool = True, layers: int = 3,
     params: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the answers of a group of ranks that has one model between them, and the share of weights, keys and values that this rank has;
-    or the error, and how many answers follow it. by_loops: by compiled loops, and not by operators."""
+    """Return the answers of a group of ranks that shares one model, and this rank's share of weights, keys and values; or the error, and
+    how many answers follow it. by_loops: use compiled loops, not operators."""
     chosen, whole = Layout(**layout), network(variant, num_hidden_layers=layers)
     with mock.patch("puna.models.generation.dense.has_numba", lambda: by_loops):
         try:
@@ -630,7 +631,7 @@ def answered(
 
 
 def silent(members: Sequence[int]) -> str:
-    """Return how the rank that trains names one that samples and has hung."""
+    """Return the error by which the training rank reports a sampling rank that hangs."""
     groups = Groups(generate=1, members=members)
     try:
         if not groups.trains:
@@ -644,7 +645,7 @@ def silent(members: Sequence[int]) -> str:
 
 
 def busy(members: Sequence[int]) -> str:
-    """Return what the rank that trains takes from one whose scoring takes longer than the timeout."""
+    """Return what the training rank receives from a rank whose scoring takes longer than the timeout."""
     with mock.patch("puna.models.training.parallel.groups.BEAT", 0.1, create=True):
         groups = Groups(generate=1, members=members)
         if not groups.trains:
@@ -656,7 +657,7 @@ def busy(members: Sequence[int]) -> str:
 
 
 def failing(members: Sequence[int]) -> str:
-    """Return how the rank that trains names one that samples and has failed, as `ranks.follow` tells it."""
+    """Return the error by which the training rank reports a sampling rank that failed, as printed by `ranks.follow`."""
     groups, words = Groups(generate=1, members=members), "words-1"
     if not groups.trains:
         store().set(words, "rank 1: ValueError: no room")
@@ -671,13 +672,13 @@ def failing(members: Sequence[int]) -> str:
 
 
 def precision(members: Sequence[int]) -> str:
-    """Return the precision of a rank whose own measurement differs from the other's."""
+    """Return the precision of a rank whose own measurement differs from the other rank's."""
     with mock.patch("puna.models.machine.bf16_pays", lambda: dist.get_rank() == 0), mock.patch("puna.models.training.parallel.mesh.together", True):
         return ComputeSettings(precision="fastest").precision_on("cpu")
 
 
 def listed(members: Sequence[int], folder: str) -> int:
-    """Return the step that a rank reads which, but for the first one, sees no checkpoint in the folder that all share."""
+    """Return the step that a rank loads; all ranks but the first see no checkpoint in the shared folder."""
     mesh = Mesh(Layout(data=len(members)), members)
     boxes.save(mesh, {}, Path(folder), 3, {}, '{"step": 3}')
     seen = newest_first if mesh.index == 0 else lambda folder: []
@@ -687,7 +688,7 @@ def listed(members: Sequence[int], folder: str) -> int:
 
 
 def lost_weights(members: Sequence[int]) -> str:
-    """Return the error of a rank that samples whose model the sent weights do not reach."""
+    """Return the error of a sampling rank whose model does not receive the sent weights."""
     groups, model = Groups(generate=1, members=members), network("plain", seed=len(members))
     if groups.trains:
         groups.ask(Parallel(model, groups.mesh), {"rollout": 1})

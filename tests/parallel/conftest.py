@@ -11,7 +11,7 @@ from tests.parallel.pool import Pool
 
 
 class Run:
-    """The session's pool of ranks, started by the first job; a pool that a failure ended is started anew."""
+    """The session's pool of ranks, started by the first job, and restarted after a failure."""
 
     def __init__(self) -> None:
         self._pools: list[Pool] = []
@@ -24,7 +24,7 @@ class Run:
         return self._pools[-1].run(job, count, **given)
 
     def alone(self, job: str, **given: Any) -> Any:
-        """Return the result of a job on one rank, which runs once for all tests that ask for it."""
+        """Return the result of a job on one rank; the job runs once for all tests that need it."""
         key = json.dumps([job, given], sort_keys=True)
         if key not in self._alone:
             self._alone[key] = self(job, 1, layout={}, **given)[0]

@@ -1,4 +1,4 @@
-"""A program of several processes: does a job with its state in a folder; ranks are killed at given places of given attempts."""
+"""A program of several processes that does a job with its state in a folder; ranks are killed at given points of given attempts."""
 
 from __future__ import annotations
 

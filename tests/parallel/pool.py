@@ -1,4 +1,4 @@
-"""One pool of gloo ranks for all tests: each rank runs jobs by name, and answers in a line of JSON."""
+"""One pool of gloo ranks for all tests: each rank runs jobs by name, and answers with a line of JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 
 RANKS = 8
 PATIENCE, STARTING = 120.0, 600.0
-"""Seconds within which a job ends, and within which all ranks have joined."""
+"""Maximum seconds of a job, and maximum seconds until all ranks have joined."""
 
 
 class Pool:
-    """Processes that have joined one group. `run` gives a job to the first ones of them."""
+    """Processes that have joined one group. `run` gives a job to the first `ranks` of them."""
 
     def __init__(self, ranks: int = RANKS) -> None:
         with socket.socket() as probe:
@@ -44,7 +44,8 @@ class Pool:
                 raise RuntimeError(f"rank {rank} of {ranks} did not join the others within {STARTING:.0f} s")
 
     def run(self, job: str, ranks: int, **given: Any) -> list[Any]:
-        """Return each rank's result; RuntimeError with the first rank's traceback that has one, or who did not answer in time."""
+        """Return each rank's result; raise RuntimeError with the traceback of the first failing rank, or naming the ranks that did not
+        answer in time."""
         members = list(range(ranks))
         for one in self.sockets[:ranks]:
             one.sendall(json.dumps({"job": job, "members": members, **given}).encode() + b"\n")
@@ -59,7 +60,7 @@ class Pool:
                 answers[waiting[one]] = json.loads(line) if line else {"error": "the rank ended"}
         failed = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if failed or len(answers) < ranks:
-            self.close()  # the others may wait in an exchange
+            self.close()  # the others may be waiting in an exchange
             raise RuntimeError(f"{job} {given}: " + "\n".join(f"rank {r}: {e}" for r, e in failed.items()) + f"; answered: {sorted(answers)}")
         return [answers[rank]["result"] for rank in members]
 
@@ -73,9 +74,9 @@ class Pool:
 
 
 def serve(sockets: list[socket.socket]) -> None:
-    """Fork a rank for each socket, which saves all but one the imports; end when one of them ends."""
-    gc.disable()  # imports leave no garbage
-    # What the first job of a kind would import in each rank.
+    """Fork a rank for each socket, so that the imports run only once; end when one of the ranks ends."""
+    gc.disable()  # the imports leave no garbage
+    # Modules that the first job of a kind would import in each rank.
     import peft  # noqa: F401
     import torch._dynamo
     import triton  # noqa: F401
@@ -103,11 +104,11 @@ def serve(sockets: list[socket.socket]) -> None:
 
 
 def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
-    """Run the jobs that come through a socket until it ends."""
+    """Run the jobs that arrive on a socket until it closes."""
     from puna.models.training.parallel.mesh import group_of, join, message_group
 
     join()
-    # Jobs of two or four ranks then make no group, which all ranks would have to make.
+    # All groups are created here, because all ranks must take part: jobs of two or four ranks then create none.
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [1, 2], [0, 1, 2], [0, 1, 2, 3]):
         for use in ("", "saving"):
             group_of(ranks, use)

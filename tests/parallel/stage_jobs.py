@@ -1,4 +1,4 @@
-"""Jobs of the ranks that need the pipeline's stages and store."""
+"""Jobs for the ranks that need the pipeline's stages and store."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from puna.storage import Store
 
 from .cases import network
 
-STAGES = (sample, evaluate, benchmark, dpo, distill, reinforcement)  # their modules declare the stages
+STAGES = (sample, evaluate, benchmark, dpo, distill, reinforcement)  # these modules declare the stages
 
 
 def tokens_read(members: Sequence[int], folder: str) -> dict[str, Any]:
-    """Return what a rank has of tokens that all ranks write together, and which micro-batches of a step it reads."""
+    """Return a rank's view of tokens that all ranks write together, and the micro-batches of a step that it reads."""
     rng = np.random.default_rng(3)
     lengths = [rng.integers(2, 9, 2).tolist() for _ in range(4100)]
     rows = pa.table({
@@ -62,7 +62,7 @@ def stage(members: Sequence[int], store: str, name: str, config: dict[str, Any],
 
 
 def stage_reads(members: Sequence[int], **given: Any) -> int:
-    """Return the bytes of mapped weights that a rank has looked at when a stage first releases or gathers a whole model, or begins a step."""
+    """Return the bytes of mapped weights that a rank has touched when a stage first releases or gathers a whole model, or begins a step."""
 
     def first(*_: Any) -> None:
         maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)

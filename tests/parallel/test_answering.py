@@ -1,4 +1,4 @@
-"""Answers of groups of ranks that have one model between them: those of one process."""
+"""Answers of groups of ranks that share one model: they equal those of one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from puna.stages.evaluation.benchmark import BenchmarkConfig
 from .conftest import Run
 
 EQUAL = 1e-5
-"""Nats by which a token's log-prob may differ."""
+"""Maximum difference of a token's log-prob in nats."""
 
 
 def check(ranks: Run, layout: dict[str, int], **given: Any) -> list[dict[str, Any]]:
-    """Compare each rank's answers with those of one process; stages of layers have the same bits."""
+    """Compare each rank's answers with those of one process; with pipeline stages, the bits are equal."""
     one, all_ = ranks.alone("answered", **given), ranks("answered", math.prod(layout.values()), layout=layout, **given)
     assert len({finished for row in one["answers"] for *_, finished in row}) == 2, "some end by themselves"
     for own in all_:
@@ -39,7 +39,7 @@ def test_tensor(ranks: Run, variant: str, by_loops: bool) -> None:
 @pytest.mark.parametrize("by_loops", [True, False], ids=["loops", "operators"])
 @pytest.mark.parametrize("variant", ["plain", "tied", "biases", "window"])
 def test_pipeline(ranks: Run, variant: str, by_loops: bool) -> None:
-    """Of three layers the first stage has two."""
+    """Of three layers, the first stage has two."""
     first, second = check(ranks, {"pipeline": 2}, variant=variant, by_loops=by_loops)
     assert (first["cache"], second["cache"]) == pytest.approx((2 / 3, 1 / 3)) and max(first["weights"], second["weights"]) < 0.7
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks_and_the_engine_goes
 @pytest.mark.parametrize("layout, variant, problem", [
     ({"tensor": 2}, "moe", "layout.tensor = 2: a model with experts or latent attention"), ({"pipeline": 2}, "moe", "a model with experts"),
     ({"tensor": 2}, "capped", "logits are capped"), ({"pipeline": 4}, "plain", "the model has 3 layers only"),
-    ({"pipeline": 2, "virtual_stages": 2}, "plain", "pipeline 2 (virtual_stages 2): answers pass one stage of a process"),
+    ({"pipeline": 2, "virtual_stages": 2}, "plain", "pipeline 2 (virtual_stages 2): generation runs one stage per process"),
 ], ids=str)  # fmt: skip
 def test_models_that_no_test_proves_are_refused(ranks: Run, layout: dict[str, int], variant: str, problem: str) -> None:
     for own in ranks("answered", Layout(**layout).processes, layout=layout, variant=variant, layers=3 + ("virtual_stages" in layout)):
@@ -79,9 +79,9 @@ def test_models_that_no_test_proves_are_refused(ranks: Run, layout: dict[str, in
 
 
 def test_layouts_that_answer_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="layout.shard: answers come from groups by tensor or pipeline"):
+    with pytest.raises(ValueError, match="layout.shard: generation supports only tensor, pipeline and data"):
         ServingSettings(layout={"shard": 2})
-    with pytest.raises(ValueError, match="layout.virtual_stages: answers pass one stage of a process; leave virtual_stages out"):
+    with pytest.raises(ValueError, match="layout.virtual_stages: generation runs one stage per process; leave virtual_stages out"):
         ServingSettings(layout={"pipeline": 2, "virtual_stages": 2})
     with pytest.raises(ValueError, match="layout pipeline 2: pipeline stages can generate but not compute likelihoods"):
         BenchmarkConfig(serving={"layout": {"pipeline": 2}})

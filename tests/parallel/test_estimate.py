@@ -1,4 +1,4 @@
-"""The estimate of layouts: time and memory by derivation, and the search among those that a test proves."""
+"""Estimates for layouts: time and memory derived by hand, and the search among layouts that a test proves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_device_computes_its_micro_batches_and_the_update() -> None:
 
 @pytest.mark.parametrize("copies", [2, 8, 32])
 def test_copies_share_the_rows_and_add_their_gradients(copies: int) -> None:
-    """A ring moves 2 (n - 1) / n of fp32 gradients; beyond a machine its 8 network cards share the way."""
+    """A ring moves 2 (n - 1) / n of the fp32 gradients; between machines, the 8 network cards of a machine share the traffic."""
     one = estimate(CONFIG, WORK, Layout(data=copies), SHEET)
     own = 64 // copies
     assert one.compute == pytest.approx(-(-own // 4) * computing(min(4, own)))
@@ -44,7 +44,7 @@ def test_copies_share_the_rows_and_add_their_gradients(copies: int) -> None:
 
 
 def test_experts_are_cut_and_their_rows_exchanged() -> None:
-    """Of 8 experts each of 4 ranks has 2; 3/4 of a token's 2 rows go to another rank and back, in both directions, in each layer."""
+    """Of 8 experts, each of 4 ranks has 2; 3/4 of a token's 2 rows go to another rank and back, in forward and backward, in each layer."""
     moe = ModelConfig(**CONFIG.model_dump(exclude={"model_type"}) | {"moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}})
     one, four = (estimate(moe, WORK, layout, SHEET, whole=False) for layout in (Layout(), Layout(expert=4)))
     experts = 16 * 8 * 3 * 2048 * 2048
@@ -56,13 +56,13 @@ def test_experts_are_cut_and_their_rows_exchanged() -> None:
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
-    """Of S stages each is idle for S - 1 parts of a micro-batch, of which a step has 16."""
+    """Each of S stages is idle for S - 1 of the micro-batches, of which a step has 16."""
     one = estimate(CONFIG, WORK, Layout(pipeline=4), SHEET)
     assert one.compute == pytest.approx(16 * computing(4) / 4) and one.bubble == pytest.approx(3 / 16 * one.compute)
 
 
 def seconds_of_schedule(ranks: int, groups: int, micro: int) -> float:
-    """Return the time of a step whose passes through a rank's layers take 1 forward and 2 backward, by running its schedule."""
+    """Return the time of a step, from running its schedule; a pass through a rank's layers takes 1 forward and 2 backward."""
     plans = [schedule(rank, ranks, ranks * groups, micro) for rank in range(ranks)]
     ends: dict[tuple[int, int, bool], float] = {}
     clocks = [0.0] * ranks
@@ -80,7 +80,7 @@ def seconds_of_schedule(ranks: int, groups: int, micro: int) -> float:
 
 @pytest.mark.parametrize("ranks, groups, micro", [(2, 1, 5), (4, 1, 2), (4, 2, 8), (4, 4, 16), (4, 2, 2), (4, 2, 7), (8, 2, 32), (8, 2, 64)])
 def test_the_bubble_is_that_of_the_schedule(ranks: int, groups: int, micro: int) -> None:
-    """A model of 16 layers, with which all stages have as many."""
+    """A model of 16 layers, so that all stages have equally many."""
     work = Work(rows=micro, length=4096, micro_tokens=4096)
     one = estimate(CONFIG, work, Layout(pipeline=ranks, virtual_stages=groups), SHEET)
     passes = one.compute / micro
@@ -88,7 +88,7 @@ def test_the_bubble_is_that_of_the_schedule(ranks: int, groups: int, micro: int)
 
 
 def test_the_rank_with_the_most_layers_sets_the_pace() -> None:
-    """Of 16 layers in 3 stages of a rank each one has 6; in 3 x 4 stages, of which four have two layers, a rank has 8 at most."""
+    """Of 16 layers, with 3 stages in total each has up to 6; with 3 x 4 stages, four of which have two layers, a rank has at most 8."""
     one, three, twelve = (
         estimate(CONFIG, WORK, layout, SHEET).compute for layout in (Layout(), Layout(pipeline=3), Layout(pipeline=3, virtual_stages=4))
     )
@@ -98,7 +98,7 @@ def test_the_rank_with_the_most_layers_sets_the_pace() -> None:
 def test_the_search_gives_a_pipeline_the_stages_that_shorten_its_bubble() -> None:
     found = {one.layout.axes: one for one in best_layouts(CONFIG, Work(rows=8, length=4096, micro_tokens=4096), 8, SHEET, most=100)}
     pipeline = found[frozenset(["pipeline"])]
-    assert pipeline.layout == Layout(pipeline=8, virtual_stages=2)  # 16 layers: a stage each
+    assert pipeline.layout == Layout(pipeline=8, virtual_stages=2)  # 16 layers: one per stage
     assert pipeline.bubble < estimate(CONFIG, pipeline.work, Layout(pipeline=8), SHEET).bubble
 
 
@@ -108,7 +108,7 @@ def test_a_layer_that_is_computed_twice_takes_a_third_more() -> None:
 
 
 def test_the_state_is_cut_and_whole_weights_are_counted_between_steps() -> None:
-    """There a rank has its eighth of weights in fp32 and bf16 and of two moments, and the whole weights in fp32."""
+    """A rank has an eighth of the weights in fp32 and bf16 and of two moments and, between steps, the whole weights in fp32."""
     tiny = Work(rows=64, length=64, micro_tokens=64)
     one, cut = (estimate(CONFIG, tiny, Layout(shard=size), SHEET, whole=False) for size in (1, 8))
     element, layer = 2, (parameters(CONFIG).layers + parameters(CONFIG).norms) / 16
@@ -122,7 +122,7 @@ def test_the_state_is_cut_and_whole_weights_are_counted_between_steps() -> None:
 
 @pytest.mark.parametrize("devices", [2, 6, 8, 16, 128])
 def test_all_proved_layouts_of_so_many_devices_are_listed(devices: int) -> None:
-    """Compare with all products of five sizes, tried one by one."""
+    """Compared with all products of five sizes, tried one by one."""
     def products(left: int, axes: int) -> list[tuple[int, ...]]:
         return [()] if axes == 0 and left == 1 else [
             (size, *rest) for size in range(1, left + 1) if axes and left % size == 0 for rest in products(left // size, axes - 1)
@@ -143,7 +143,7 @@ def test_the_fastest_layouts_fit_the_memory_the_model_and_the_rows() -> None:
 
 
 def test_the_search_leaves_out_what_gpus_refuse() -> None:
-    """Proved on GPUs: copies in bf16; in fp32 all but `context`. With `z_loss` only copies are left."""
+    """Proved on GPUs: data-parallel copies in bf16; in fp32 all axes except `context`. With `z_loss` only data-parallel copies are left."""
     for one in (ranked := best_layouts(CONFIG, WORK, 8, SHEET, most=100)):
         assert "context" not in one.layout.axes and (one.work.precision == "fp32") == bool(one.layout.axes - {"data"})
         assert one.layout.refusal(one.work.precision, "cuda", CONFIG) is None

@@ -1,4 +1,4 @@
-"""The script that compares layouts on GPUs, in small on a CPU."""
+"""The script that compares layouts on GPUs, run at a small size on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layout and objective against one process: gradients, the log's numbers, weights after two steps."""
+"""Every layout and objective compared with one process: gradients, log numbers, weights after two steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .cases import MODELS, OBJECTIVES, PLAIN
 from .conftest import Run
 
 EQUAL = 1e-5
-"""Largest relative difference in fp32."""
+"""Maximum relative difference in fp32."""
 
 
 def check(ranks: Run, layout: dict[str, int], objective: str, variant: str = "plain", **given: object) -> None:
@@ -27,14 +27,14 @@ def test_data(ranks: Run, objective: str):
 
 @pytest.mark.parametrize("objective", ["pretrain", "ppo"])
 def test_ranks_with_unequal_vocabularies_compute_the_same_rows_together(ranks: Run, objective: str):
-    """Of 37 tokens one has 19, the other 18, of which five rows fit where the other's four do."""
+    """Of 37 tokens one rank has 19, the other 18: a chunk of the second could hold five rows, of the first only four."""
     for result in ranks("in_small_chunks", 2, chunk_bytes=4 * 18 * 5, layout={"tensor": 2}, objective=objective):
         assert max(result.values()) <= EQUAL, result
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "tensor": 2}, {"pipeline": 2}], ids=str)
 def test_tensors_that_fit_no_bucket_together_are_the_same(ranks: Run, layout: dict[str, int]):
-    """Of a model's tensors the smallest has 32 elements, the largest 1,536."""
+    """The model's smallest tensor has 32 elements, the largest 1,536."""
     for result in ranks("in_small_buckets", Layout(**layout).processes, elements=1100, layout=layout, objective="sft"):
         assert max(result.values()) <= EQUAL, result
 
@@ -84,9 +84,9 @@ INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
     ("pretrain", {"pipeline": 2, "virtual_stages": 3}, (7, 1)), ("pretrain", {"pipeline": 4}, (5, 2)),
 ], ids=str)  # fmt: skip
 def test_gradients_of_a_pipeline_have_the_same_bits(ranks: Run, objective: str, layout: dict[str, int], size: tuple[int, int]):
-    """Stages of one layer and of two; micro-batches more than ranks, fewer, and no multiple of them."""
+    """Stages of one layer and of two; more micro-batches than ranks, fewer, and a number that is not a multiple of theirs."""
     for result in ranks("compare", Layout(**layout).processes, layout=layout, objective=objective, size=size):
-        # Clipping takes squares stage by stage, which rounds otherwise.
+        # Clipping sums squares stage by stage, which rounds differently.
         assert result["gradients"] == 0 and result["rows"] <= EQUAL and result["weights"] <= EQUAL, result
 
 
@@ -129,7 +129,7 @@ def test_context_of_variants(ranks: Run, variant: str):
 
 @pytest.mark.parametrize("variant", ["plain", "mla"])
 def test_context_over_more_ranks_than_rows(ranks: Run, variant: str):
-    """A micro-batch of three tokens, of which a fourth rank has none."""
+    """A micro-batch of three tokens, so that the fourth rank has none."""
     check(ranks, {"context": 4}, "pretrain", variant)
 
 
@@ -165,12 +165,12 @@ def test_one_expert_a_rank_and_layers_computed_twice(ranks: Run):
     ("galore", "pipeline", "plain"), ("galore", "shard", "plain"), ("galore", "tensor", "plain"), ("galore", "shard expert", "moe"),
 ])  # fmt: skip
 def test_optimizers_of_whole_matrices(ranks: Run, optimizer: str, axes: str, variant: str):
-    """A matrix that ranks hold in pieces is updated by its owner, a stack of experts by each rank in its part."""
+    """A matrix held in pieces is updated by its owner, and a stack of experts by each rank for its own experts."""
     check(ranks, dict.fromkeys(axes.split(), 2), "pretrain", variant, optimizer=optimizer)
 
 
 def test_copies_in_bf16(ranks: Run):
-    """The same products, added up in another order. Weights that are published between steps stay rounded."""
+    """The same products, summed in another order. Weights published between steps stay rounded."""
     for result in ranks("compare", 2, layout={"data": 2}, objective="sft", precision="bf16"):
         assert result["gradients"] <= EQUAL and result["rows"] <= 1e-4, result
 

@@ -1,4 +1,4 @@
-"""Stages of training in eight processes that have parts of their models: the log of one process."""
+"""Training stages in eight processes that hold parts of their models: the log equals one process's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.stages.evaluation.conftest import TEXTS, model, store  # noqa: F401 (
 
 from .conftest import Run
 
-STAGES = (dpo, distill, reinforcement)  # their modules declare the stages
+STAGES = (dpo, distill, reinforcement)  # these modules declare the stages
 TRAINING: dict[str, Any] = {"steps": 2, "batch_size": 4, "schedule": {"learning_rate": 1e-3, "warmup_steps": 0}, "optimizer": {"epsilon": 1e-3}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "dpo": {"training": TRAINING}, "distill": {"answers": 2, "max_tokens": 4, "training": TRAINING},
@@ -75,7 +75,7 @@ def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
     assert ranks("stage", 8, store=str(other), name=name, config=own, inputs=sent(given)) == [one.key] + 7 * [None]
     shared = Store.open(other).find("model", one.key)
     assert shared is not None
-    # Before the first step all margins of dpo are 0, or what rounding makes of it.
+    # Before the first step all margins of dpo are 0, up to rounding.
     logs = [[{k: v for k, v in row.items() if k not in (*TIMED, "accuracy")} for row in made.read("training_log").to_pylist()] for made in (shared, one)]
     assert len(logs[1]) == 2
     for own, expected in zip(*logs, strict=True):
@@ -91,8 +91,8 @@ def test_only_the_first_rank_asks_the_verifiers(ranks: Run, store: Store, model:
 
 @pytest.mark.parametrize("name, models, by", [("dpo", 1, "training"), ("grpo", 1, ""), ("ppo", 2, ""), ("distill", 1, "training")])
 def test_each_rank_looks_at_its_part_of_the_models(ranks: Run, name: str, models: int, by: str, tmp_path: Path) -> None:
-    """About an eighth of each, and pages beside it that other ranks have read, which the system maps along; a model that is loaded whole is mapped
-    nowhere, nor is a teacher whose pieces are read."""
+    """About an eighth of each model is touched, plus neighbouring pages read by other ranks, which the system maps along; a model loaded
+    whole is not mapped, nor is a teacher whose pieces are read."""
     opened = Store.open(tmp_path / "store")
     shape = ModelConfig(vocab_size=300, hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
     network = Transformer(shape, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Answers that the ranks sample together: those of one process, bit by bit."""
+"""Answers that the ranks sample together equal those of one process bit by bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .conftest import Run
                {"data": 2, "pipeline": 2}], ids=str,
 )  # fmt: skip
 def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, layout: dict[str, int]) -> None:
-    """Bit by bit; the reference's log-probs to rounding where ranks have parts of matrices or of rows."""
+    """Equal bit by bit; the reference's log-probs up to rounding if ranks hold parts of matrices or of rows."""
     count = 2 ** len(layout)
     one = ranks.alone("sampled")
     assert one["equal"] == 1.0 and one["reference"] == pytest.approx(one["logprobs"], abs=1e-5), "log-probs are the trainer's"
@@ -41,7 +41,7 @@ def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, 
 @pytest.mark.parametrize("max_stale", [0, 1])
 @pytest.mark.parametrize("generate", [1, 2])
 def test_ranks_of_their_own_sample_what_one_process_does(ranks: Run, generate: int, max_stale: int, critic: bool) -> None:
-    """One rank trains, as one process does: log and weights have its bits. Where answers are fresh, log-probs are the trainer's."""
+    """One rank trains as one process does: log and weights have the same bits. If answers are fresh, log-probs equal the trainer's."""
     given: dict[str, Any] = {"max_stale": max_stale, "critic": critic}
     one, (trainer, *others) = ranks.alone("rolled", **given), ranks("rolled", 1 + generate, layout={}, generate=generate, **given)
     assert trainer == one and all(own["log"] == one["log"] and not own["trains"] for own in others)
@@ -61,7 +61,7 @@ def test_ranks_of_their_own_sample_what_one_process_does(ranks: Run, generate: i
 def test_several_ranks_train_on_the_answers_of_others(
     ranks: Run, layout: dict[str, int], generate: int, more: dict[str, Any], max_stale: int
 ) -> None:
-    """The log is that of one process, up to rounding."""
+    """The log equals one process's up to rounding."""
     one = ranks.alone("rolled", max_stale=max_stale, **more)
     count = Layout(**layout).processes + generate
     all_ = ranks("rolled", count, layout=layout, generate=generate, max_stale=max_stale, **more)
@@ -75,7 +75,7 @@ def test_several_ranks_train_on_the_answers_of_others(
 def test_ranks_that_hold_one_policy_between_them_sample_what_one_process_does(
     ranks: Run, layout: dict[str, int], generate: int, max_stale: int
 ) -> None:
-    """The answers are the same, their log-probs to rounding: so are the log's numbers."""
+    """The answers are the same, their log-probs and so the log's numbers up to rounding."""
     one = ranks.alone("rolled", max_stale=max_stale)
     all_ = ranks("rolled", math.prod(layout.values()) + generate, layout=layout, generate=generate, tensor=2, max_stale=max_stale)
     assert all(own["log"] == all_[0]["log"] for own in all_) and [own["trains"] for own in all_].count(False) == generate
@@ -84,7 +84,7 @@ def test_ranks_that_hold_one_policy_between_them_sample_what_one_process_does(
 
 
 def test_ranks_that_score_answers_otherwise_train_on_the_first_ones_scores(ranks: Run) -> None:
-    """A judge that was asked by each rank told them different scores, and their weights went apart without a word."""
+    """A judge that each rank queried separately gave each rank different scores, and the ranks' weights diverged silently."""
     first, second = ranks("sampled", 2, layout={"data": 2}, wavering=True)
     assert first == second and first["scores"] == ranks.alone("sampled")["scores"]
 
@@ -95,7 +95,7 @@ def test_weights_are_sent_in_bf16(ranks: Run) -> None:
 
 
 def test_a_rank_that_hangs_is_named(ranks: Run) -> None:
-    assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has shown no sign of life for ")
+    assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has sent no heartbeat for ")
 
 
 def test_a_rank_that_scores_for_longer_than_the_timeout_is_alive(ranks: Run) -> None:
@@ -111,7 +111,7 @@ def test_weights_that_do_not_arrive_are_an_error(ranks: Run) -> None:
 
 
 def test_a_killed_rank_that_samples_starts_all_again_with_the_same_weights(ranks: Run, tmp_path: Path) -> None:
-    """It is killed as it samples the third rollout, while the second one's updates run."""
+    """The rank is killed while it samples the third rollout, during the second rollout's updates."""
     given = {"layout": {}, "generate": 1, "max_stale": 1}
     command = [sys.executable, "-m", "tests.parallel.killed", str(tmp_path), json.dumps(given), json.dumps([[1, "wave", 5]])]
     assert processes.start(command, 2) == 0
@@ -125,7 +125,7 @@ def test_what_no_test_proves_is_refused() -> None:
         GrpoSettings(generate=1, compute={"layout": {"data": 2, "shard": 2}})
     with pytest.raises(PunaError, match="grpo: generate = 1 needs at least 2 processes; start with --processes"):
         check(grpo, GrpoConfig(generate=1))
-    with pytest.raises(ValueError, match="generate 3 is no number of groups of generate_tensor 2 processes"):
+    with pytest.raises(ValueError, match="generate 3 is not a multiple of generate_tensor 2 processes"):
         GrpoSettings(generate=3, generate_tensor=2)
     with pytest.raises(ValueError, match="generate = 1 needs 2 processes at least, and 1 run"):
         Groups(generate=1)

@@ -1,4 +1,4 @@
-"""The order of a pipeline's passes, played through for many sizes."""
+"""The order of a pipeline's passes, simulated for many sizes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from puna.models.training.parallel.schedule import Action, lane, schedule
 
 FORWARD, BACKWARD = 1, 2
-"""Units of time of a pass through a stage."""
+"""Time units of a forward and of a backward pass through a stage."""
 SIZES = [(ranks, groups, count) for ranks in range(2, 6) for groups in range(1, 5) for count in range(1, 13)]
 
 
 def play(ranks: int, stages: int, micro_batches: int) -> tuple[int, list[int]]:
     """Return the time at which all passes have ended, and the largest number of passes whose activations each rank held.
 
-    Ranks wait for what they receive. Messages of a lane between two ranks must arrive in the order in which they are received. A rank
-    waits for its oldest message on a lane while more than `ranks` of them are on their way.
+    Ranks wait for what they receive. Messages on a lane between two ranks must arrive in the order of the receives. A rank waits for its
+    oldest message on a lane while more than `ranks` messages are under way.
     """
     programs = [deque(schedule(rank, ranks, stages, micro_batches)) for rank in range(ranks)]
     lanes: dict[tuple[int, int, int], deque[tuple[Action, int]]] = {}
@@ -66,7 +66,7 @@ def test_each_stage_runs_all_micro_batches_in_order():
 
 @pytest.mark.parametrize("ranks, groups, rounds", [(2, 1, 3), (4, 1, 2), (2, 3, 2), (4, 2, 3), (6, 4, 2)])
 def test_ranks_wait_for_one_pass_of_the_others_stages_and_no_more(ranks: int, groups: int, rounds: int):
-    """The bubble of Narayanan et al., section 2.2.2: (ranks - 1) passes through one stage, a v-th of a rank's layers."""
+    """The bubble of Narayanan et al., section 2.2.2: (ranks - 1) passes through one stage, which has 1 / v of a rank's layers."""
     passes = ranks * rounds * groups
     assert play(ranks, ranks * groups, ranks * rounds)[0] == (passes + ranks - 1) * (FORWARD + BACKWARD)
 

@@ -1,4 +1,4 @@
-"""Stages of which several processes share prompts, pages and questions: the rows of one process, bit by bit."""
+"""Stages in which several processes share prompts, pages and questions: the rows equal one process's bit by bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.stages.evaluation.conftest import model, store, task  # noqa: F401 (f
 
 from .conftest import Run
 
-STAGES = (sample, evaluate, benchmark)  # their modules declare the stages
+STAGES = (sample, evaluate, benchmark)  # these modules declare the stages
 CONFIGS: dict[str, dict[str, Any]] = {
     "sample": {"answers": 3, "max_tokens": 12, "seed": 4},
     "evaluate": {"answers": {"max_tokens": 12}, "pages": {"max_bytes": 9000, "questions": 6, "prompt_words": 4, "option_words": 3}},
@@ -62,7 +62,7 @@ def tables(artifact: Artifact) -> dict[str, list[dict[str, Any]]]:
 
 
 def rounded(value: Any) -> Any:
-    """Return a JSON value with its numbers to four places, those inside texts of JSON too."""
+    """Return a JSON value with its numbers rounded to four places, including numbers in JSON strings."""
     if isinstance(value, str) and value.startswith("{"):
         return rounded(json.loads(value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Processes that are started together: one that is killed, one that fails, what is missing."""
+"""Processes started together: one is killed, one fails, or something is missing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ if other:
 
 
 def test_two_agents_of_torchrun_that_count_starts_differently_go_on_after_a_kill(tmp_path: Path):
-    """The agent of the killed rank counts a start, and the other one does not."""
+    """The agent of the killed rank counts a restart, and the other one does not."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -82,7 +82,7 @@ def test_two_agents_of_torchrun_that_count_starts_differently_go_on_after_a_kill
 def test_the_status_of_a_failure_is_handed_on_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Rank 0 is busy for longer than a follower's last words are waited for, and still says and records its own."""
+    """Rank 0 is busy for longer than the grace period for other ranks' last messages, and still prints and records its own error."""
     monkeypatch.setattr(processes, "LAST_WORDS", 0.1)
     program = f"""
 import os, sys, time

@@ -1,4 +1,4 @@
-"""A training's state, written by one layout and read by another; a rank that is killed."""
+"""A training state written under one layout and read under another; a killed rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def size(layout: dict[str, int]) -> int:
 
 
 def test_every_layout_reads_the_same_bits(ranks: Run, tmp_path: Path):
-    """States of each layout, after three steps: weights, moments and averages are bit for bit what one process reads. A state is read by
-    its own layout and by half of the others: each two layouts read a state of one of them."""
-    layouts = [layout for layout in LAYOUTS if layout != {"pipeline": 2}]  # of one stage a process, where others have two
+    """States of each layout after three steps: weights, moments and averages equal bit for bit what one process reads. A state is read by
+    its own layout and by half of the others, so that for every two layouts, one of their states is read by both."""
+    layouts = [layout for layout in LAYOUTS if layout != {"pipeline": 2}]  # with one stage per process, where other layouts have two
     for number, writer in enumerate(layouts):
         folder = tmp_path / str(number)
         ranks("trained", size(writer), layout=writer, folder=str(folder), steps=3)
@@ -49,7 +49,8 @@ def test_experts_are_read_by_every_layout(ranks: Run, tmp_path: Path):
 
 @pytest.mark.parametrize("optimizer, variant", [("muon", "plain"), ("galore", "plain"), ("galore", "moe")])
 def test_the_state_of_whole_matrices_is_read_by_every_layout(ranks: Run, optimizer: str, variant: str, tmp_path: Path):
-    """A training goes on in three layouts. Owners write a matrix's state once; that of a stack of experts is cut like its weights."""
+    """A training run continues under three layouts. Owners write a matrix's state once; the state of a stack of experts is split like its
+    weights."""
     given = {"variant": variant, "optimizer": optimizer}
     layouts = [{"expert": 2}, {}, {"shard": 2, "expert": 2}] if variant == "moe" else [{"shard": 2}, {}, {"tensor": 2}]
     losses = ranks.alone("trained", steps=4, **given)["losses"]
@@ -100,7 +101,7 @@ def test_a_training_goes_on_in_another_layout(ranks: Run, tmp_path: Path, first:
 def test_a_rank_that_cannot_write_ends_the_training_on_all_and_leaves_the_state_before(ranks: Run, tmp_path: Path):
     ranks("trained", 2, layout={"shard": 2}, folder=str(tmp_path), steps=2)
     here, there = ranks("unwritten", 2, folder=str(tmp_path))
-    assert here["error"] == "another rank could not read or write its part of the training's state" and there["error"] == "no space left"
+    assert here["error"] == "another rank could not read or write its part of the training state" and there["error"] == "no space left"
     assert here["states"] == there["states"] == ["step-000000001"]
 
 
@@ -114,20 +115,20 @@ def test_damage_is_an_error_on_all_ranks(ranks: Run, tmp_path: Path, file_is_the
     if not file_is_there:
         file.unlink()
     for message in ranks("refused_state", 2, layout={"shard": 2}, folder=str(tmp_path)):
-        assert "the state of the training is damaged; remove the folder" in message
+        assert "the saved training state is damaged; remove the folder" in message
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"record": "{}", "checksums": 3}', '{"record": "{}", "checksums": {}}'])
 def test_a_damaged_record_is_that_error_too(tmp_path: Path, text: str):
     (tmp_path / "step-000000003").mkdir()
     (tmp_path / "step-000000003" / "state.json").write_text(text)
-    with pytest.raises(ValueError, match=r"step-000000003: the state of the training is damaged; remove the folder to begin anew"):
+    with pytest.raises(ValueError, match=r"step-000000003: the saved training state is damaged; remove the folder to begin anew"):
         load(tmp_path, {}, {}, SimpleNamespace(gather_texts=lambda text: [text]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}], ids=str)
 def test_ranks_map_weights_and_their_fingerprint_is_that_of_one_process(ranks: Run, layout: dict[str, int], tmp_path: Path):
-    """The job compares the fingerprints; tests/benchmarks/parallel.py measures what a rank reads of a large file."""
+    """The job compares the fingerprints; tests/benchmarks/parallel.py measures how much a rank reads of a large file."""
     assert all(own["read"] >= 0 for own in ranks("weights_read", size(layout), layout=layout, folder=str(tmp_path)))
 
 
@@ -150,7 +151,7 @@ def test_ranks_write_the_tokens_together_and_each_reads_its_own_micro_batches(ra
 
 
 def test_all_ranks_read_the_checkpoint_that_the_first_one_sees(ranks: Run, tmp_path: Path) -> None:
-    """A shared folder's listing may be old on another machine."""
+    """On another machine, the listing of a shared folder may be outdated."""
     assert ranks("listed", 2, folder=str(tmp_path)) == [3, 3]
 
 

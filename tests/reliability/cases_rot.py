@@ -1,4 +1,4 @@
-"""Bits that flip on a disk: cases for the test of reliability and for benchmarks."""
+"""Bits that flip on a disk: cases for the reliability test and for benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DURING = "PUNA_TEST_FLIP_DURING"
 
 
 class Rot(NamedTuple):
-    """What flips led to: wrong artifacts that were committed, errors that do not name the damage, flips found."""
+    """The results of flips: committed wrong artifacts, errors that do not name the damage, detected flips."""
 
     committed_wrong: int
     raw_errors: int
@@ -42,7 +42,7 @@ def rot_keeping(documents: Documents, config: RotConfig, run: StageRun) -> None:
 
 
 def keep(rows: pa.Table) -> dict[str, pa.Table]:
-    """Keep the documents whose number is no multiple of three."""
+    """Keep the documents whose number is not a multiple of three."""
     kept = [int(i, 16) % 3 != 0 for i in rows["id"].to_pylist()]
     gone = rows.filter(pa.array([not k for k in kept]))
     n = gone.num_rows
@@ -64,14 +64,14 @@ def rot_measuring(documents: Documents, config: RotConfig, run: StageRun) -> Non
 
 
 def flip_during() -> None:
-    """Flip the bit that the environment names, if it names one."""
+    """Flip the bit that the environment variable names, if it is set."""
     if given := os.environ.pop(DURING, ""):
         position, bit, path = given.split(":", 2)
         flip(Path(path), int(position), int(bit))
 
 
 def flip(path: Path, position: int, bit: int) -> None:
-    """Flip one bit of a file, which keeps its size, place and time of writing."""
+    """Flip one bit of a file; its size, path and modification time stay the same."""
     stat = path.stat()
     path.chmod(0o644)
     with path.open("r+b") as file:
@@ -84,7 +84,7 @@ def flip(path: Path, position: int, bit: int) -> None:
 
 
 def prepare(store: Store) -> tuple[Artifact, Artifact]:
-    """Return documents and a selection of them; whatever of both is gone is made again."""
+    """Return documents and a selection of them; whatever is missing is made again."""
     words = np.random.default_rng(7).integers(97, 123, (DOCUMENTS, 120), dtype=np.uint8)
     rows = pa.table(
         {
@@ -101,7 +101,7 @@ def prepare(store: Store) -> tuple[Artifact, Artifact]:
 
 
 def rot(folder: Path, flips: int, seed: int = 0) -> Rot:
-    """Flip bits of committed artifacts, before a stage reads them or meanwhile, and count what that leads to."""
+    """Flip bits of committed artifacts, before or while a stage reads them, and count the results."""
     store, generator = Store.open(folder), np.random.default_rng(seed)
     documents, kept = prepare(store)
     right = execute(rot_measuring, RotConfig(), {"documents": kept}, store).data_digest
@@ -136,6 +136,6 @@ def rot(folder: Path, flips: int, seed: int = 0) -> Rot:
 
 
 def rot_cases(folder: Path, flips: int, seed: int = 0) -> tuple[int, int]:
-    """Return how many of some flips led to a committed wrong result, and how many to an error that does not name the artifact."""
+    """Return how many flips led to a committed wrong result, and how many to an error that does not name the artifact."""
     found = rot(folder, flips, seed)
     return found.committed_wrong, found.raw_errors

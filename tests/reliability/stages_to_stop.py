@@ -1,4 +1,4 @@
-"""Stages that stop their own run, once, as Ctrl-C does: in a training of this process, in trainings of workers, in parts of a table."""
+"""Stages that stop their own run once, as Ctrl-C does: in training in this process, in training in workers, or between parts of a table."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STEPS, STOPPED = 150, 124
 
 
 class StoppedConfig(SeededConfig):
-    """Where to leave the word that the run was stopped."""
+    """The folder of the marker file that records that the run was stopped."""
 
     folder: str = Field(description="Folder of the file `stopped`")
 
 
 def stop(folder: str, process: int) -> bool:
-    """Send the process of a run what Ctrl-C sends, if that was not done before."""
+    """Send the process of a run the signal of Ctrl-C, unless that was done before; return True if it was sent."""
     file = Path(folder) / "stopped"
     if file.exists():
         return False
@@ -54,7 +54,7 @@ def parts_of_training(seed: int) -> tuple[Any, Any, Any]:
 
 @stage(kind="evaluation", version="1")
 def stopped_training(config: StoppedConfig, run: StageRun) -> None:
-    """Train in the process that the stage runs in."""
+    """Train in the stage's own process."""
     from puna.models.training.loop import weights_digest
     from puna.models.training.objectives import LanguageModeling
 
@@ -93,10 +93,10 @@ def trial(number: int, folder: str, scratch: str, driver: int) -> dict[str, Any]
         if number == 1 and row["step"] == 20:
             until = time.monotonic() + 60
             while not Path(scratch, "trial-0.json").exists() and time.monotonic() < until:
-                time.sleep(0.05)  # the other model is trained first, however slow its worker
+                time.sleep(0.05)  # the other model is trained first, even if its worker is slow
             stop(folder, driver)
         if number == 1 and not Path(folder, "again").exists():
-            time.sleep(0.05)  # the driver has time to pass the signal on
+            time.sleep(0.05)  # gives the driver time to pass the signal on
 
     def make(state: Path) -> dict[str, Any]:
         short = settings.replace(steps=10 if number == 0 else 200)

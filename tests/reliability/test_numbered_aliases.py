@@ -1,4 +1,4 @@
-"""Aliases with a number keep what they stand for."""
+"""Aliases with a number keep their artifact."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_a_number_is_never_reused(tmp_path: Path) -> None:
     first, second, third = artifacts(store, 3)
     assert store.set_alias("policy@round-1", first) == "policy@round-1"
     assert store.set_alias("policy@round-1", second) == "policy@round-2"
-    assert store.set_alias("policy@round-1", first) == "policy@round-1"  # done twice, it is done once
+    assert store.set_alias("policy@round-1", first) == "policy@round-1"  # doing it twice has the effect of once
     assert store.set_alias("policy@round-1", second) == "policy@round-2"
     store.files.remove("refs/policy/round-2.json")
-    assert store.set_alias("policy@round-2", third) == "policy@round-3"  # what was deleted is not taken by another
+    assert store.set_alias("policy@round-2", third) == "policy@round-3"  # no other artifact takes a deleted number
     assert store.set_alias("policy@round-2", second) == "policy@round-2"
     assert [store.alias(f"policy@round-{n}") for n in (1, 2, 3)] == [first, second, third]
 

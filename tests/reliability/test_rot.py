@@ -1,4 +1,4 @@
-"""A bit that flips on a local disk, with the file's size and time kept."""
+"""A bit that flips on a local disk while the file's size and modification time stay the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_only_the_artifact_whose_own_file_is_damaged_is_set_aside(tmp_path: Path
 
 
 def test_what_a_process_keeps_of_a_damaged_file_goes_with_it(tmp_path: Path) -> None:
-    """The file that is made anew has the same checksum; footers, orders and begun row groups of the damaged one stay unused."""
+    """The regenerated file has the same checksum; cached footers, orders and partly read row groups of the damaged file stay unused."""
     store = Store.open(tmp_path)
     documents, kept = prepare(store)
     expected = kept.read(columns=["id", "url", "source"])
@@ -75,7 +75,7 @@ def test_what_a_process_keeps_of_a_damaged_file_goes_with_it(tmp_path: Path) -> 
 
 
 def test_an_order_with_empty_places_is_no_order(tmp_path: Path) -> None:
-    """Numpy makes numbers of other rows of them, and a warning."""
+    """An order with empty places is invalid: numpy would turn them into numbers of other rows, with a warning."""
     store = Store.open(tmp_path)
     _, kept = prepare(store)
     order = kept.path("documents.order.parquet")

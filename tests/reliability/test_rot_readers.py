@@ -1,4 +1,4 @@
-"""Bits that flip before somebody looks: questions, pages, reports and models never answer from damaged bytes."""
+"""Bits that flip before a read: queries, pages, reports and models never answer from damaged bytes."""
 
 from __future__ import annotations
 

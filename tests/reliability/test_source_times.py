@@ -1,4 +1,4 @@
-"""Files of Puna with times of other clocks: of archives, of file servers."""
+"""Puna's source files with modification times from other clocks: those of archives or file servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_source_file_from_the_future_stops_no_run(tmp_path: Path, monkeypatch:
     file = tmp_path / "late.py"
     file.write_text("x = 1\n")
     os.utime(file, (time.time() + 10**6,) * 2)
-    monkeypatch.setattr(sources, "_start_time", lambda: time.time() + 1)  # a process that starts after it was written
+    monkeypatch.setattr(sources, "_start_time", lambda: time.time() + 1)  # a process that starts after the file was written
     assert sources._read([file]) == {str(file): sources.digest(file)}
 
 

@@ -1,4 +1,4 @@
-"""Runs that Ctrl-C stops: the message is exact, and the same command goes on from what it names."""
+"""Runs stopped by Ctrl-C: the message is exact, and the command that it names resumes the run."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_a_stopped_run_says_what_is_saved_and_goes_on_from_there(name: str, work
     resumed, _ = puna(tmp_path, name, workers)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     if name == "stopped_trials":
-        # The second small run did only the steps after its saved one.
+        # The second small run did only the steps after its saved step.
         assert 150 < int(re.search(r"steps_1 +(\d+)", resumed.stdout)[1]) <= 180

@@ -1,4 +1,4 @@
-"""Trainings that are killed or stopped: what they keep, and that they end with the same bits when they go on."""
+"""Killed or stopped training runs: what they save, and that they end with the same bits after resuming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS, KILLED = 12, 7
 
 
 def run(folder: Path | None, kill: int | None = None, save_seconds: float = 10.0) -> str:
-    """Train a small model; with `kill`, send this process that signal after step 7. Return the digest of the weights."""
+    """Train a small model; with `kill`, send this process that signal after step 7. Return a digest of the weights."""
 
     def batches(step: int) -> list[o.Targets]:
         return [o.Targets.from_documents(np.random.default_rng([7, step]).integers(0, 19, (3, 11)).tolist())]
@@ -41,7 +41,7 @@ def run(folder: Path | None, kill: int | None = None, save_seconds: float = 10.0
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_training_keeps_its_state_and_ends_with_the_same_bits(sent: signal.Signals, tmp_path: Path) -> None:
-    # A tiny wait stands for steps that each take longer than the wait.
+    # A tiny interval simulates steps that each take longer than the interval.
     code = "import sys; from pathlib import Path; import test_stop_training as t; t.state.SAVE_SHARE = float('inf'); "
     code += "t.run(Path(sys.argv[1]), int(sys.argv[2]), 1e-9 if int(sys.argv[2]) == 9 else 1e6)"
     paths = os.pathsep.join((str(ROOT / ".pkg"), str(Path(__file__).parent)))
@@ -49,9 +49,9 @@ def test_a_killed_training_keeps_its_state_and_ends_with_the_same_bits(sent: sig
     ended = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(int(sent))], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    # Python ends a command with status 1 at Ctrl-C, or sends itself the signal again: that depends on how it was started.
+    # At Ctrl-C Python ends a command with status 1 or by the signal itself, depending on how it was started.
     assert ended.returncode in ((1, -sent) if sent == signal.SIGINT else (-sent,)), ended.stderr[-2000:]
     record = state.load_record(tmp_path)
-    # SIGKILL ends the write of a state that is under way, too; the state before it is whole.
+    # SIGKILL also interrupts a write of the state; the state before it is complete.
     assert record is not None and (0 < record["step"] < KILLED if sent == signal.SIGKILL else record["step"] == KILLED)
     assert run(tmp_path) == run(None)

@@ -1,4 +1,4 @@
-"""Suspects: what was made from an artifact that was found damaged, by a stage that did not compare what it read."""
+"""Suspects: artifacts made from an artifact later found damaged, by a stage that did not verify its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reliability.cases_rot import RotConfig, flip, prepare, rot_keeping, r
 
 
 def of_before(artifact: Artifact) -> None:
-    """Give an artifact the manifest of a Puna that compared no inputs."""
+    """Replace an artifact's manifest with one from a version of Puna that verified no inputs."""
     file = artifact.folder / "manifest.json"
     data = json.loads(file.read_text())
     del data["inputs_compared"]
@@ -28,7 +28,7 @@ def damaged(artifact: Artifact) -> None:
 
 
 class World:
-    """Documents, a selection of them and signals of that. `old`: the last two were made without a look at the bytes that were read."""
+    """Documents, a selection of them, and signals on the selection. `old`: the last two were made without verifying the bytes read."""
 
     def __init__(self, folder: Path, *old: str) -> None:
         self.store = Store.open(folder)
@@ -110,7 +110,7 @@ def test_a_run_says_that_it_reads_or_makes_anew_a_suspect(tmp_path: Path) -> Non
     world = World(tmp_path, "kept")
     damaged(world.documents)
     maintenance.verify(world.store)
-    damaged(world.documents)  # the same bit: whole again
+    damaged(world.documents)  # flipping the same bit restores the file
     with session(world.store, flow="test", workers=1, json=True) as now:
         lines: list[str] = []
         now.console.say = lines.append  # type: ignore[method-assign]

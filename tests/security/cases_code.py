@@ -1,4 +1,4 @@
-"""Verifiers in data that name code, and a count of those that are accepted or run."""
+"""Verifiers in data that name code, and a count of the accepted ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUNCTIONS = (
 
 
 def write_modules(folder: Path) -> None:
-    """Write modules whose import leaves a file `ran`, and `kind_module`, which a person may allow and which imports libraries."""
+    """Write modules whose import leaves a file `ran`, and `kind_module`, which a user may allow and which imports libraries."""
     (folder / "evil_module.py").write_text(EVIL)
     (folder / "evil_package").mkdir()
     (folder / "evil_package/__init__.py").write_text("")
@@ -28,7 +28,7 @@ def write_modules(folder: Path) -> None:
 
 
 def accepted(folder: Path) -> Iterator[str]:
-    """Yield the functions that a verifier may name though nobody allowed them; `folder`, with the modules, is importable."""
+    """Yield the functions that a verifier can name although nobody allowed them; `folder`, with the modules, is importable."""
     for function in FUNCTIONS:
         verifier: dict[str, object] = {"name": "python", "function": function}
         for given in (verifier, {"name": "product", "of": [{"name": "exact"}, verifier]}):

@@ -1,6 +1,6 @@
 """Hostile requests to Puna's servers, drawn from a seed, and a count of those that did harm.
 
-Each request is written to a socket byte by byte as it stands: no client library mends a bad header on the way.
+Each request is written to a socket byte by byte, so that no client library corrects a bad header.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 SECONDS = 20.0
-"""Longest time for an answer."""
+"""Maximum seconds until an answer."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND")
 WEB = (
     "/", "/puna/", "/puna/artifacts", "/puna/artifacts/compare", "/puna/artifact/documents/0123456789ab", "/puna/compare", "/puna/documents",
@@ -68,7 +68,8 @@ BODIES = (
 
 @dataclass(frozen=True)
 class Hostile:
-    """A request as bytes, and what is hostile about it. `body`: parts that are sent one by one; the server may close in between."""
+    """A request as bytes, and its kind of hostility. `body`: parts that are sent one by one; the server may close the connection in
+    between."""
 
     kind: str
     head: bytes
@@ -76,38 +77,38 @@ class Hostile:
 
     @property
     def line(self) -> str:
-        """The first line of the request."""
+        """Return the first line of the request."""
         return self.head.partition(b"\r\n")[0][:200].decode("latin-1")
 
 
 @dataclass
 class Harm:
-    """What hostile requests did, by kind. `requests`: how many were sent; `examples`: some that did harm."""
+    """Harm done by hostile requests, by kind. `requests`: number of requests sent; `examples`: some that did harm."""
 
     requests: int = 0
     failures: int = 0
-    """Answers with a status of 500 or more."""
+    """Number of answers with a status of 500 or more."""
     crossed: int = 0
-    """Requests of other sites that were answered, but for links to pages that do no work."""
+    """Number of answered requests from other sites, except links to pages that only read."""
     effects: int = 0
-    """Changes of the store, or fetches of an address that a request named."""
+    """Number of changes of the store, and of fetches of an address that a request named."""
     dead: int = 0
-    """Times that the server no longer answered."""
+    """Number of times that the server no longer answered."""
     statuses: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """Return how much harm was done in all."""
+        """Return the total harm."""
         return self.failures + self.crossed + self.effects + self.dead
 
 
 def hostile_requests(
     seed: int, count: int, port: int, paths: Sequence[str] = WEB, trap: str = "http://127.0.0.1:9/trap", limit: int = 2 << 20
 ) -> Iterator[Hostile]:
-    """Yield requests: first every method and path from another site, then a mixture by chance.
+    """Yield requests: first every method and path from another site, then a random mixture.
 
-    `trap`: an address that nothing may fetch; `limit`: the longest body that the server takes.
+    `trap`: an address that must not be fetched; `limit`: maximum bytes of a body that the server accepts.
     """
     draw = random.Random(seed)
     here = f"127.0.0.1:{port}"
@@ -147,7 +148,7 @@ def _crossing(draw: random.Random, method: str, path: str, here: str, trap: str)
 
 
 def _huge(draw: random.Random, path: str, here: str, limit: int) -> Hostile:
-    """Return a body that is longer than the limit: announced, or in chunks of unannounced length."""
+    """Return a request with a body longer than the limit, with a declared length or in chunks."""
     if draw.random() < 0.5:
         return Hostile(
             "huge", _head("POST", path, {"host": here, "content-length": str(draw.choice((limit + 1, 1 << 40)))}), (b"x" * 1000,)
@@ -181,7 +182,7 @@ def _head(method: str, target: str, headers: dict[str, str]) -> bytes:
 
 
 def status_of(port: int, request: Hostile, seconds: float = SECONDS) -> int | None:
-    """Send a request and return the answer's status; None where the server closes without one."""
+    """Send a request and return the answer's status; None if the server closes without an answer."""
     with socket.create_connection(("127.0.0.1", port), seconds) as door:
         with contextlib.suppress(OSError):  # the server may close before it has read everything
             door.sendall(request.head)
@@ -197,7 +198,7 @@ def status_of(port: int, request: Hostile, seconds: float = SECONDS) -> int | No
 
 
 def healthy(port: int, path: str) -> bool:
-    """True if the server answers its page of health."""
+    """True if the server answers on its health page."""
     with contextlib.suppress(OSError):
         return status_of(port, Hostile("health", _head("GET", path, {"host": f"127.0.0.1:{port}"}))) == 200
     return False
@@ -208,7 +209,7 @@ def harm_done(
 ) -> Harm:
     """Send the requests and count what they did.
 
-    `health`: the path of the page of health; `effects`: what must stay the same; `linked`: True for a path that other sites may
+    `health`: path of the health page; `effects`: returns a value that must stay the same; `linked`: True for a path that other sites may
     link to.
     """
     harm, before = Harm(), effects()
@@ -237,7 +238,7 @@ def harm_done(
 
 
 def _followed(request: Hostile, linked: Callable[[str], bool]) -> bool:
-    """True if the request is what a browser sends when a person follows a link."""
+    """True if a browser sends such a request when a user follows a link."""
     link = b"sec-fetch-mode: navigate" in request.head and b"sec-fetch-dest: document" in request.head and b"origin:" not in request.head
     return link and request.head.startswith(b"GET ") and linked(request.line.split(" ")[1])
 
@@ -259,7 +260,7 @@ def serving(app: ASGIApp, config: uvicorn.Config | None = None) -> Iterator[int]
 
 @contextlib.contextmanager
 def trapped() -> Iterator[tuple[str, list[bytes]]]:
-    """Listen at an address that nothing may fetch: yield its URL, and the requests that came."""
+    """Listen at an address that must not be fetched: yield its URL, and the received requests."""
     fetched: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(0.1)

@@ -1,4 +1,4 @@
-"""Answers that set out to deceive their tests, and honest ones; a count of the tests that pass though the answer is wrong."""
+"""Answers that try to deceive their tests, and honest ones; a count of tests that pass although the answer is wrong."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ HOSTILE: dict[str, tuple[str, tuple[str, ...]]] = {
     "helper of the task": ("    return 0\ndef poly(xs, x): return 0\n", ("assert abs(poly([6, 1], g([6, 1]))) < 1e-4",)),
     "hint by length": ("    return Liar()\n" + LIAR, ("assert round(g([3, 1]), 2) == -3.0",)),
 }  # fmt: skip
-"""Name: an answer that is wrong, and tests of which it must pass none."""
+"""Name → a wrong answer, and tests of which it must pass none."""
 PREFIX = "def poly(xs, x):\n    return sum(c * x ** i for i, c in enumerate(xs))\n\n\ndef g(xs):\n    \"\"\"Find a zero of poly.\"\"\"\n"
 
 
 def passed(name: str, how: sandbox.Mode) -> list[int]:
-    """Return the tests that a hostile answer passes."""
+    """Return the indices of the tests that a hostile answer passes."""
     program, tests = HOSTILE[name]
     prefix = PREFIX if program.startswith("    ") else ""
     outcome = sandbox.run(program, tests, sandbox.Limits(seconds=0.5 if name in ENDLESS else 5.0, memory_mb=256), how, prefix)
@@ -113,6 +113,6 @@ def passed(name: str, how: sandbox.Mode) -> list[int]:
 
 
 def tests_fooled(how: sandbox.Mode | None = None) -> int:
-    """Return how many hostile answers pass a test."""
+    """Return the number of hostile answers that pass a test."""
     mode = how or sandbox.mode()
     return sum(bool(passed(name, mode)) for name in HOSTILE)

@@ -43,16 +43,16 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1e-308, "top_k": 2},
     {"top_k": 1 << 63},
 )
-"""Parameters of requests that once ended the answers of all others."""
+"""Request parameters that once ended all other requests' answers."""
 
 
 def computing() -> float:
-    """Return the seconds that this process and its ended children have computed: a busy machine makes nothing a success."""
+    """Return the CPU seconds of this process and its ended children, so that a busy machine does not count as a successful attack."""
     return sum(os.times()[:4])
 
 
 def _model() -> Transformer:
-    """A model whose token 82 makes everything behind it not finite."""
+    """Return a model whose hidden states after token 82 are not finite."""
     model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model.model.embed_tokens.weight[82] = torch.nan
@@ -60,7 +60,7 @@ def _model() -> Transformer:
 
 
 def answers_ended(model: Transformer | None = None) -> int:
-    """Count hostile requests that end, change or delay beyond its steps the answer of another request."""
+    """Count hostile requests that end or change another request's answer, or delay it beyond its own steps."""
     engine = Engine(model or _model(), exact=True)
     asked, params = [5, 6, 7], SamplingParams(max_tokens=12, stop=(), seed=3)
     (expected,) = engine.generate([asked], params)
@@ -89,7 +89,7 @@ def _gguf(fields: bytes = b"", count: int = 0, tensors: bytes = b"", tensor_coun
 
 
 def gguf_files() -> Iterator[tuple[str, bytes]]:
-    """Yield hostile GGUF files by name: each claims far more than it holds."""
+    """Yield hostile GGUF files by name: each declares far larger sizes than it holds."""
     array = _string("a") + struct.pack("<I", 9)
     yield "fields", _gguf(count=1 << 60)
     yield "tensors", _gguf(tensor_count=1 << 60)
@@ -129,7 +129,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"model_type": "mixtral", "num_local_experts": 40_000, "num_experts_per_tok": 1},
     {"rope_scaling": 5},
 )
-"""Fields of a config.json whose sizes its weights cannot have."""
+"""Fields of a config.json whose sizes do not fit its weights."""
 OTHERS: dict[str, list[bytes]] = {
     "config.json": [b"[]", b"[" * 200_000, b"{\"hidden_size\": " + b"9" * 6000 + b"}"],
     "model.safetensors.index.json": [
@@ -152,7 +152,7 @@ OTHERS: dict[str, list[bytes]] = {
 
 
 def _accepted(load: Callable[[], object], seconds: float) -> bool:
-    """True unless the files are refused by a clear error within the time."""
+    """True unless the files are refused with a clear error within `seconds`."""
     begin = computing()
     try:
         load()
@@ -164,7 +164,7 @@ def _accepted(load: Callable[[], object], seconds: float) -> bool:
 
 
 def model_files_accepted(folder: Path, seconds: float = float("inf")) -> int:
-    """Count hostile model files that are not refused by one clear error, within `seconds` where given."""
+    """Count hostile model files that are not refused with one clear error (within `seconds`, if given)."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
     good = folder / "model"
@@ -218,7 +218,7 @@ TOKENIZERS: tuple[dict[str, Any], ...] = (
     {"post_processor": {"type": "TemplateProcessing", "single": [_PART] * (1 << 16), "pair": [_PART], "special_tokens": {}}},
     {"normalizer": 5}, {"added_tokens": [5]}, {"model": []}, {"pre_tokenizer": json.loads("[" * 900 + "]" * 900)},
 )  # fmt: skip
-"""Parts of a tokenizer.json that are refused when it is read."""
+"""Parts of a tokenizer.json that are refused on reading."""
 TEXTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"pre_tokenizer": _split(_SLOW)}, "a" * 40 + "!"),
     ({"pre_tokenizer": _split(r"\s+$")}, " " * 300_000 + "x"),
@@ -226,11 +226,11 @@ TEXTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"normalizer": {"type": "Sequence", "normalizers": [_replace({"String": "a"}, "aa")] * 40}}, "a"),
     ({"normalizer": _replace({"String": "a"}, "b" * 1_000_000)}, "a" * 2000),
 )
-"""Parts of a tokenizer.json, and texts that take too long or grow too much by them."""
+"""Parts of a tokenizer.json, and texts on which they take too long or grow too much."""
 
 
 def texts_encoded(folder: Path, seconds: float = float("inf")) -> int:
-    """Count texts that a stranger's tokenizer is not stopped on, within `seconds` where given, or after which it encodes no other."""
+    """Count texts on which an untrusted tokenizer is not stopped (within `seconds`, if given), or after which it encodes no other text."""
     Tokenizer.train(["to be or not to be"], 270).save(folder)
     good, succeeded = json.loads((folder / "tokenizer.json").read_bytes()), 0
     for change, text in TEXTS:
@@ -264,7 +264,7 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
 
 
 def write_adapter(folder: Path, model: Transformer, change: dict[str, Any]) -> None:
-    """Write LoRA's adapters of rank 2 in PEFT's layout, with these fields of their configuration."""
+    """Write LoRA adapters of rank 2 in PEFT's layout, with `change` applied to their configuration."""
     folder.mkdir(exist_ok=True)
     state = {}
     for name, tensor in model.state_dict().items():
@@ -278,7 +278,7 @@ def write_adapter(folder: Path, model: Transformer, change: dict[str, Any]) -> N
 
 
 def adapters_merged(folder: Path, seconds: float = float("inf")) -> int:
-    """Count hostile adapters that are not refused by one clear error, within `seconds` where given."""
+    """Count hostile adapters that are not refused with one clear error (within `seconds`, if given)."""
     store, tokenizer = Store.open(folder / "store"), Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
     model = Transformer(shape, generator=torch.Generator().manual_seed(0))
@@ -310,11 +310,11 @@ TEMPLATES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ messages.__init__.__globals__ }}",
 )
-"""Chat templates that loop, grow or reach out."""
+"""Chat templates that loop, grow or try to leave the sandbox."""
 
 
 def templates_rendered(seconds: float = float("inf")) -> int:
-    """Count hostile chat templates that are rendered, or not stopped within `seconds`, or that end the rendering of the next one."""
+    """Count hostile chat templates that are rendered, are not stopped within `seconds`, or prevent the rendering of the next template."""
     succeeded = 0
     message = {"role": "user", "content": "hi"}
     for source in TEMPLATES:

@@ -8,7 +8,7 @@ from puna.stages.verifiers import sandbox
 
 LIMIT_MB = 96
 HOLD = "import time\ntime.sleep(0.2)\n"
-"""Long enough for the watcher, which looks every 20 ms, to see what is held."""
+"""A wait long enough for the watcher, which checks every 20 ms, to see the memory held."""
 
 MEMFD = """
 import os
@@ -92,7 +92,7 @@ for _, write in pipes:
             break
 assert held > 16 << 20
 """
-"""Larger pipes than the kernel gives."""
+"""Pipes larger than the kernel's default."""
 PAGES_IN_PIPES = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -108,7 +108,7 @@ for _, write in [os.pipe() for _ in range(8)]:
         assert libc.vmsplice(write, ctypes.byref(Piece(page, 4096)), ctypes.c_size_t(1), 0) == 4096
         libc.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(2 * huge))
 """
-"""One byte of a huge page in a pipe keeps the page, which no process has any more."""
+"""One byte of a huge page in a pipe keeps the whole page allocated, which belongs to no process any more."""
 TIMERS = """
 import ctypes
 libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
@@ -126,12 +126,12 @@ for family in range(2, 46):
             pass
 assert held
 """
-"""Sockets that are not local: their buffers grow by themselves, and those of virtual machines reach the host."""
+"""Non-local sockets: their buffers grow by themselves, and those of virtual machines reach the host."""
 LANDLOCK = """
 import ctypes
 assert ctypes.CDLL(None).syscall(444, ctypes.byref((ctypes.c_uint64 * 2)(1, 0)), ctypes.c_long(8), 0) >= 0
 """
-"""A set of rules takes the kernel's memory, rule by rule, for each of 65,536 ports."""
+"""A Landlock rule set takes kernel memory for each rule, one for each of 65,536 ports."""
 FILTERS = """
 import ctypes, struct
 libc = ctypes.CDLL(None)
@@ -139,18 +139,18 @@ code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7fff0000))
 rules = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 1, ctypes.addressof(code)))
 assert not libc.prctl(22, 2, ctypes.c_ulong(ctypes.addressof(rules)), 0, 0) or not libc.syscall(CALL, 1, 0, ctypes.byref(rules))
 """
-"""Each filter of system calls takes pages of the kernel; thousands fit."""
+"""Each system-call filter takes pages of kernel memory; thousands fit."""
 EVENTS = """
 import ctypes
 assert ctypes.CDLL(None).syscall(CALL, 0x200, 0) >= 0
 """
-"""A queue of file events takes the kernel's memory for each event that nobody reads."""
+"""A queue of file events takes kernel memory for each unread event."""
 UNKNOWN = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 assert any(libc.syscall(number, 0, 0, 0, 0) >= 0 or ctypes.get_errno() != 38 for number in range(453, 600))
 """
-"""Calls of later kernels, of which nobody knows what they hold."""
+"""System calls of later kernels, whose memory use is unknown."""
 CALLS = {"x86_64": (317, 300), "aarch64": (277, 262)}[os.uname().machine]  # seccomp, fanotify_init
 AREAS = """
 import ctypes, os, time
@@ -163,7 +163,7 @@ for _ in range(10):
     if os.fork() == 0:
         time.sleep(9)
 """
-"""Ten copies of 50,000 areas of addresses, which are the kernel's memory; it needs a limit of 256 MB."""
+"""Ten copies of 50,000 memory mappings, which take kernel memory; needs a limit of 256 MB."""
 ATTACKS = {
     "large pipes": PIPES, "pages in pipes": PAGES_IN_PIPES, "timers": TIMERS, "network": NETWORK,
     "memfd": MEMFD, "shared mapping": SHARED_MAPPING, "shared /dev/zero": SHARED_ZERO, "shared segment": SEGMENT,
@@ -174,13 +174,13 @@ ATTACKS = {
 
 
 def held_over_limit(program: str, how: sandbox.Mode, limit_mb: int = LIMIT_MB) -> bool:
-    """True if the program could hold memory that the limit does not count."""
+    """True if the program can hold memory that the limit does not count."""
     limits = sandbox.Limits(seconds=5.0, memory_mb=limit_mb, disk_mb=128)
     outcome = sandbox.run(program + HOLD, ["pass"], limits, how)
     return outcome.results == [None] and not outcome.ended
 
 
 def sandbox_over_limit(how: sandbox.Mode | None = None) -> int:
-    """Return how many attacks held memory that the limit does not count."""
+    """Return the number of attacks that held memory that the limit does not count."""
     mode = how or sandbox.mode()
     return sum(held_over_limit(program, mode) for program in ATTACKS.values())

@@ -1,4 +1,4 @@
-"""Small files that unpack to many bytes are refused by name; real text that repeats itself is read."""
+"""Small files that unpack to many bytes are refused with a clear error; real repetitive text is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COLUMNS = Columns("text", None, None, None)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What any file may unpack to is 4 MB here, and the bombs are of 16 MB."""
+    """Set the maximum unpacked size of a file to 4 MB; the bombs unpack to 16 MB."""
     monkeypatch.setattr(files, "FREE_BYTES", 4 << 20, raising=False)
 
 
@@ -94,7 +94,7 @@ def test_pages_are_read_within_the_same_bounds(name: str) -> None:
 
 @pytest.mark.parametrize("broken", ["[\n", "{\n"])
 def test_lines_of_brackets_count_as_many_records(broken: str) -> None:
-    """Each costs as much time as some rows do, or is decoded with lines before it; as many lines of rows are read."""
+    """Each such line costs as much time as several rows, or is decoded with lines before it; as many valid rows are still read."""
     lines, name = 3000, "x.json.zst"
     data = zstandard.compress(broken.encode() * lines)
     assert sum(1 for _ in read_rows(io.BytesIO(zstandard.compress(b"{}\n" * lines)), name, "json", 1 << 20)) == lines
@@ -119,7 +119,7 @@ def test_a_body_packed_more_often_than_servers_do_is_refused_by_name() -> None:
 
 
 def test_zstd_with_a_long_window_is_read_whole() -> None:
-    """As `zstd --long=28` packs; a frame that does not tell its size asks for the whole window."""
+    """As packed by `zstd --long=28`; a frame without a declared size needs the whole window."""
     lines = b"".join(b'{"text": "line %d"}\n' % n for n in range(1000))
     packer = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=28)).compressobj()
     data = packer.compress(lines) + packer.flush()
@@ -152,7 +152,7 @@ def test_an_import_and_an_ingest_say_so(tmp_path: Path) -> None:
 
 
 def test_real_text_that_repeats_itself_is_read() -> None:
-    """A long prompt of the system beside each question, as data sets with tools have it: 20 kB a row, of which some 60 bytes are its own."""
+    """A long system prompt in each row, as in data sets with tools: 20 kB per row, of which about 60 bytes are distinct."""
     draw = random.Random(0)
     system = "".join(f"Tool {n}: {n * 7919 % 10007:05d} gives the {n}th value of a table.\n" for n in range(200))
     rows = [{"system": system, "text": f"What do {draw.getrandbits(400):x} and {n} have in common?", "n": n} for n in range(900)]
@@ -179,7 +179,7 @@ def test_a_batch_of_parquet_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stranger_s_offsets_are_checked_before_they_are_followed() -> None:
-    """Offsets that point outside of their text: what is read there is this process's memory, or the end of it."""
+    """Offsets that point outside their text would read this process's memory, or crash it."""
     sound = arrow(pa.table({"text": ["abcdefg", "hijk"]}))
     wrong = sound.replace(b"\0\0\0\0\x07\0\0\0\x0b\0\0\0", b"\0\0\0\0\x07\0\0\0\xff\xff\xff\x0f")
     assert wrong != sound
@@ -188,7 +188,7 @@ def test_a_stranger_s_offsets_are_checked_before_they_are_followed() -> None:
 
 
 def test_a_record_of_csv_is_bounded_whole() -> None:
-    """A line of commas without end, and a record of many lines, each in a cell of its own."""
+    """An endless line of commas, and a record of many lines, each in a separate cell."""
     text = b"a,b\n1,2\n" + b"," * 50_000 + b"\n3,4\n" + b'"x\n",' * 20_000 + b"\n5,6\n"
     rows = list(read_rows(io.BytesIO(text), "x.csv", "csv", 10_000))
     faults = [row for row in rows if isinstance(row, Fault)]

@@ -1,4 +1,4 @@
-"""Broken records of JSON: the time that they take grows with the file, whatever stands before them or around them."""
+"""Broken JSON records: the time that they take grows linearly with the file, whatever precedes or surrounds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from puna.stages.reading.rows import Fault, Row, read_rows
 from puna.storage import PunaError
 
-SECONDS = 5  # of the processor
+SECONDS = 5  # CPU seconds
 
 
 def records(text: str) -> list[Row | Fault]:
@@ -41,7 +41,7 @@ def test_lines_that_open_what_no_line_ends_are_not_decoded_from_each_line_again(
 
 @pytest.mark.parametrize("line", ["[\n", "[1,\n", '{"[[]":[\n', '{"\\"[":[1,{},\n'])
 def test_lines_of_open_brackets_are_passed_over_as_deep_as_they_were_decoded(line: str) -> None:
-    """The last lines, which the decoder reads to the end, are told one by one, and rows after them are read."""
+    """The last lines, which the decoder reads to the end, are reported one by one, and rows after them are read."""
     lines = 400_000 // len(line)
     start = time.process_time()
     *faults, row, last = records("0\n" + line * lines + '{"n": 1}\n{"n": 2}\n')
@@ -60,7 +60,7 @@ def test_an_integer_too_long_for_python_is_a_fault_of_its_own_line(record: str) 
 
 
 def test_broken_rows_of_any_kind_leave_the_rows_around_them() -> None:
-    """Lines cut at any character, too deep, or with too long an integer; each between two rows."""
+    """Lines cut at any character, nested too deeply, or with too long an integer; each between two valid rows."""
     draw = random.Random(3)
     whole = json.dumps({"a": [1, {"b": "x]"}], "é": "\\\"", "c": {"d": [[2.5, None]]}})
     lines = [whole[: draw.randrange(1, len(whole))] for _ in range(200)] + ['{"a":' * 5000, "[" * 3000 + "]" * 3000, '{"a": -' + "1" * 4301 + "}"]

@@ -1,4 +1,4 @@
-"""Data names no code: a prompt's verifier reaches built-in verifiers, and functions only of modules that a person allowed."""
+"""Data cannot name code: a prompt's verifier can use built-in verifiers, and functions only from modules that a user allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.security import cases_code
 
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path with a module whose import leaves a file, and an allowed module that imports a library."""
+    """Return a folder on the module path with a module whose import leaves a file, and an allowed module that imports a library."""
     monkeypatch.setattr(plugins, "_modules", {})
     monkeypatch.syspath_prepend(str(tmp_path))
     cases_code.write_modules(tmp_path)
@@ -59,7 +59,7 @@ def test_an_import_refuses_rows_that_name_code(evil: Path) -> None:
         imported(evil, rows, bad_rows="refuse")
     made = imported(evil, rows, bad_rows="drop")
     assert made.rows() == 1 and made.manifest.metrics["dropped_names_code"] == 4 and made.manifest.metrics["dropped_no_verifier"] == 1
-    # What is allowed is part of the key: the import is made anew with it.
+    # The allowed modules are part of the key: allowing one runs the import again.
     assert imported(evil, rows, bad_rows="drop", code_from=["kind_module"]).rows() == 2
     assert not list(evil.rglob("ran"))
 
@@ -80,7 +80,7 @@ def test_an_import_refuses_columns_without_which_a_row_means_something_else(tmp_
     row: dict[str, object] = {"prompt": "q", "reference": "1", column: value}
     with pytest.raises(PunaError, match=f"column '{column}' holds"):
         imported(tmp_path, [row])
-    # A verifier takes the place of the row's own checks, not of what the question lacks.
+    # A verifier replaces the row's own checks, but not fields that the question lacks.
     more: dict[str, Any] = {"ignored_columns": ["choices"]} if column == "choices" else {}
     assert imported(tmp_path, [row | {"verifier": {"name": "exact"}}], **more).rows() == 1
 
@@ -92,7 +92,7 @@ def test_a_tenth_of_imported_prompts_is_held_out(tmp_path: Path) -> None:
 
 PICKLES = {
     "stages/executors/worker.py", "stages/curate/signals/user_signals.py", "models/bounded_process.py",  # a process and its own child or worker
-    "kernels/cpu/numba_cache.py",  # compiled loops, read only from files that nobody but this user can have written
+    "kernels/cpu/numba_cache.py",  # compiled loops, read only from files that only this user can have written
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The sizes that pages of Parquet and buffers of Arrow declare themselves: lies are refused before anything is unpacked."""
+"""Declared sizes of Parquet pages and Arrow buffers: false sizes are refused before anything is unpacked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = Columns("text", None, None, None)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may unpack to 64 kB here."""
+    """Set the maximum unpacked size of a file to 64 kB."""
     monkeypatch.setattr(files, "FREE_BYTES", BOUND)
 
 
@@ -39,7 +39,7 @@ def varint(number: int) -> bytes:
 
 
 def lying(data: bytes, told: int) -> bytes:
-    """A Parquet file whose footer declares another size than its one group and chunk have (numbers may be written longer than they need)."""
+    """Return a Parquet file whose footer declares another size than its one group and chunk have (numbers may be padded)."""
     size = pq.read_metadata(io.BytesIO(data)).row_group(0).total_byte_size
     true, false = varint(size << 1), bytearray(varint(told << 1))
     assert len(false) <= len(true)
@@ -93,7 +93,7 @@ def test_a_packed_buffer_that_declares_more_than_a_file_may_is_refused_unread(mo
 
 
 def table(draw: random.Random) -> pa.Table:
-    """Columns of all kinds that pages hold: text that repeats itself or not, numbers, nulls, lists, an empty one."""
+    """Return columns of all kinds that pages hold: repetitive and other text, numbers, nulls, lists, an empty column."""
     rows = draw.choice((1, 700))
     words = ["".join(draw.choices("abc é", k=draw.randrange(60))) for _ in range(draw.choice((1, 5, 300)))]
     return pa.table({
@@ -108,7 +108,7 @@ def table(draw: random.Random) -> pa.Table:
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("dictionary", [True, False])
 def test_the_pages_of_an_honest_file_hold_what_its_footer_declares(codec: str, version: str, dictionary: bool) -> None:
-    """The oracle is the footer that Arrow wrote, which counts the pages' headers as well."""
+    """The oracle is the footer that Arrow wrote, which also counts the page headers."""
     draw = random.Random(f"{codec} {version} {dictionary}")
     for page in (64, 1 << 20):
         options: dict[str, Any] = {name: draw.random() < 0.5 for name in ("write_page_index", "write_statistics", "write_page_checksum")}
@@ -122,7 +122,7 @@ def test_the_pages_of_an_honest_file_hold_what_its_footer_declares(codec: str, v
 @pytest.mark.parametrize("dictionary", [True, False])
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_the_buffers_of_an_honest_stream_declare_what_it_holds_unpacked(codec: str, dictionary: bool) -> None:
-    """The oracle is the table in memory; each buffer of a batch may be padded to 64 bytes, and a batch's offsets have one more than rows."""
+    """The oracle is the table in memory; each buffer of a batch may be padded to 64 bytes, and a batch has one more offset than rows."""
     made = pa.table({"text": [f"text {n} " * 40 for n in range(300)], "n": range(300)})
     made = made.set_column(0, "text", made["text"].dictionary_encode()) if dictionary else made
     handle = io.BytesIO(b"before" + arrow(made, codec, 100))
@@ -132,7 +132,7 @@ def test_the_buffers_of_an_honest_stream_declare_what_it_holds_unpacked(codec: s
 
 
 def test_a_buffer_that_arrow_does_not_read_hides_none_after_it() -> None:
-    """Where no value is null, the place of the bits that say which is not followed."""
+    """If no value is null, the offset of the validity bitmap is not followed."""
     made = pa.table({"text": ["a" * 5000, "b" * 5000]})
     sound = arrow(made, "zstd", 1)
     wrong = sound.replace(struct.pack("<Iqqq", 3, 0, 0, 0), struct.pack("<Iqqq", 3, 1 << 50, 8, 0))
@@ -141,7 +141,8 @@ def test_a_buffer_that_arrow_does_not_read_hides_none_after_it() -> None:
 
 
 def test_numbers_of_a_page_are_cut_to_their_bits_as_arrow_cuts_them() -> None:
-    """A page's type, size unpacked (7) and packed (3) and its bytes, twice; the first one's fields and sizes have bits beyond their 32 and 16."""
+    """A page's type, unpacked size (7), packed size (3) and bytes, twice; in the first one, fields and sizes have bits beyond their 32 and
+    16."""
     plain = b"\x15\x00\x15\x0e\x15\x06\x00" + b"abc"
     wide = b"\x15\x00\x05" + varint((65536 + 2) << 1) + varint(1 << 32 | 14) + b"\x15" + varint(1 << 33 | 6) + b"\x00" + b"abc"
     for first in (plain, wide):
@@ -150,7 +151,7 @@ def test_numbers_of_a_page_are_cut_to_their_bits_as_arrow_cuts_them() -> None:
 
 
 def test_nested_maps_of_a_header_take_no_memory_per_value_and_level() -> None:
-    """Each map declares more maps than the header's rest holds, or half as many as it has bytes; a small one stands before the sizes."""
+    """Each map declares more maps than the rest of the header can hold, or half as many as it has bytes; a small map precedes the sizes."""
     size = 1 << 16
     tracemalloc.start()
     for count in (size, size // 2):

@@ -49,13 +49,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def files(store: Store) -> list[str]:
-    """The store's files, but for what reading leaves."""
+    """Return the store's files, except those that reading creates."""
     return sorted(str(path) for path in store.root.rglob("*") if path.name != "index.jsonl" and ".lock" not in path.name)
 
 
 @pytest.fixture(scope="module")
 def pages(store: Store) -> Iterator[int]:
-    """Puna's pages as `puna web` serves them."""
+    """Yield the port of Puna's pages as `puna web` serves them."""
     app = FastAPI(openapi_url=None)
     app.mount("/puna", application(store, prefect=None, auth=""))
     app.router.routes.insert(0, Route("/", lambda _: RedirectResponse("/puna/")))
@@ -126,7 +126,7 @@ def test_an_address_is_fetched_where_the_server_allows_it(addressed: dict[bool, 
 
 
 def test_a_run_of_a_form_fetches_no_address(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker of `puna up` has the same refusal in its environment."""
+    """The worker of `puna up` has the same restriction in its environment."""
     monkeypatch.setenv(defaults.ADDRESSES, defaults.REFUSED)
     with doors.trapped() as (trap, fetched), pytest.raises(PunaError, match="forms read only local paths"):
         launch.run(launch.Request("flow:curate", inputs=(trap,), json=True), store)
@@ -152,13 +152,13 @@ def addressed(store: Store) -> dict[bool, TestClient]:
 
 
 def test_questions_of_pages_leave_half_of_the_memory() -> None:
-    """Statements and plans, as many as work at one time, each with all the memory that it may take."""
+    """Queries and their plans, as many as run at one time, each with the maximum memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine / 2 >= 2 * bounded.AT_ONCE * bounded.MEMORY_BYTES
 
 
 def exchanged(port: int, sent: bytes) -> bytes:
-    """Send the beginning of a request; return what the server says before it closes, or in 5 s."""
+    """Send the beginning of a request; return what the server sends before it closes, or within 5 s."""
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(sent)
         answer = b""
@@ -170,7 +170,7 @@ def exchanged(port: int, sent: bytes) -> bytes:
 
 
 def test_strangers_hold_no_connections_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections without a request stayed open for ever; bodies were read, up to 32 MB each, before the password was asked for."""
+    """Connections without a request used to stay open forever; bodies of up to 32 MB were read before the password was checked."""
     monkeypatch.setattr("puna.flows.server.guard.HEADER_SECONDS", 0.3)
     app = FastAPI()
 

@@ -1,4 +1,4 @@
-"""Halves of surrogate pairs, formulas of nothing but signs and deep nesting cost their own row, and end nothing."""
+"""Lone surrogates, formulas of only symbols, and deep nesting affect only their own row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request never ends the answers of others."""
+"""A request cannot end or delay other requests' answers."""
 
 import asyncio
 import os
@@ -78,7 +78,7 @@ def test_the_server_tells_one_client_and_answers_the_next():
 
 
 def test_a_request_cannot_hold_up_others_by_what_it_lists():
-    """60,000 stop texts were searched for at each token, for a minute; a bias of each token was added in a loop of Python."""
+    """60,000 stop texts used to be searched at each token, for a minute; biases of all tokens were added in a Python loop."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
     engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
@@ -92,7 +92,7 @@ def test_a_request_cannot_hold_up_others_by_what_it_lists():
 
 
 def test_a_large_reply_is_written_beside_the_event_loop(monkeypatch):
-    """The JSON of a million log-probs took seconds, in which no other client was answered."""
+    """Encoding a million log-probs as JSON used to take seconds, in which no other client was answered."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
     engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
@@ -109,7 +109,7 @@ def test_a_large_reply_is_written_beside_the_event_loop(monkeypatch):
 
 @pytest.mark.parametrize("way", ["encode", "encode_markup"])
 def test_other_threads_run_while_a_long_text_is_encoded(way):
-    """A prompt of 900,000 characters kept all clients of a server waiting."""
+    """A prompt of 900,000 characters used to block all clients of a server."""
     tokenizer, done, turns = Tokenizer.train(["to be or not to be"], 270), threading.Event(), 0
     thread = threading.Thread(target=lambda: (getattr(tokenizer, way)("a" * 1_000_000), done.set()))
     thread.start()
@@ -130,7 +130,7 @@ def test_a_body_that_is_nested_too_deeply_is_refused():
 
 
 class Counting:
-    """A tokenizer that counts the tokens that it decodes; each is a letter."""
+    """A tokenizer that counts the tokens that it decodes; each token is a letter."""
 
     def __init__(self):
         self.decoded = 0
@@ -141,7 +141,7 @@ class Counting:
 
 
 def test_a_stream_decodes_each_token_a_few_times():
-    """Each step decoded the whole answer: half a million tokens for a thousand."""
+    """Each step used to decode the whole answer: half a million tokens for an answer of a thousand."""
     counting = Counting()
     stream = TextStream(counting, ("cab",))
     text = "".join(stream.add(n % 2) for n in range(1000))
@@ -151,7 +151,7 @@ def test_a_stream_decodes_each_token_a_few_times():
 
 @pytest.mark.parametrize("stops", [("ab" * 700 + "c",), ("\ufffdc", "cab", *("ab" * n + "c" for n in range(500, 530)))])
 def test_the_engine_decodes_each_token_a_few_times(stops):
-    """Each step decoded as many tokens as the longest stop text has bytes, once for each stop text."""
+    """Each step used to decode as many tokens as the longest stop text has bytes, once per stop text."""
     counting, model = Counting(), Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))
     engine = Engine(model, counting)
     request = Request([1], SamplingParams(stop=stops), frozenset(), stops, ())
@@ -165,7 +165,7 @@ def test_the_engine_decodes_each_token_a_few_times(stops):
 
 
 def test_stop_texts_are_found_as_in_the_whole_text():
-    """Tokens are single bytes, also of broken characters; the stop texts lie in the middle of words, characters and special tokens."""
+    """Tokens are single bytes, including invalid UTF-8; the stop texts lie within words, characters and special tokens."""
     tokenizer = Tokenizer.train(["to be or not to be"], 262)
     engine = Engine(Transformer(ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": 270})), tokenizer)
     rng = random.Random(0)
@@ -182,7 +182,7 @@ def test_stop_texts_are_found_as_in_the_whole_text():
 
 
 def test_a_stream_of_broken_bytes_is_decoded_in_linear_time():
-    """A token that is half a character, again and again: each step decoded all of them."""
+    """With a repeated token that is half a character, each step used to decode all of them."""
     class Broken(Counting):
         def decode(self, ids, skip_special_tokens):
             self.decoded += len(ids)
@@ -203,7 +203,7 @@ COSTLY = {
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_a_schema_that_is_costly_to_compile_is_refused(name):
-    """A schema of 40 bytes took minutes and gigabytes; several together stopped all requests."""
+    """A schema of 40 bytes used to take minutes and gigabytes; several at once stopped all requests."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
     with TestClient(application(Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer), "tiny")) as client:
@@ -217,7 +217,7 @@ def test_a_schema_that_is_costly_to_compile_is_refused(name):
 
 
 def test_requests_go_on_while_schemas_wait(monkeypatch):
-    """Compiling took place in the threads that every request needs."""
+    """Schemas used to be compiled in the threads that every request needs."""
     begun, end, statuses = threading.Event(), threading.Event(), []
     monkeypatch.setattr(Grammar, "schema", lambda self, schema: begun.set() or (end.wait(60) and None))
     tokenizer = Tokenizer.train(["to be or not to be"], 270)

@@ -1,4 +1,4 @@
-"""Chat templates of strangers run in a process of their own, within bounds."""
+"""Untrusted chat templates run in a separate process, within limits."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def test_a_template_that_does_not_compile_says_so_each_time():
 def test_a_conversation_that_takes_too_long_is_tried_once():
     tokenizer = Tokenizer.train(["to be or not to be"], 270).with_template("{{ messages[0].content }}" + "{% if messages[0].content == 'long' %}" + cases_models._LOOPS + "{% endif %}")
     assert tokenizer.chat([{"role": "user", "content": "short"}])
-    with pytest.raises(ChatError, match="the chat template is stopped: it takes more than 1 s of computing"):
+    with pytest.raises(ChatError, match="the chat template exceeds a limit: it takes more than 1 s of CPU time"):
         tokenizer.chat([{"role": "user", "content": "long"}] * 30)
 
 

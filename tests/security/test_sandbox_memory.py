@@ -1,4 +1,4 @@
-"""Memory outside a program's processes counts against its limit, or cannot be had."""
+"""Memory outside a program's processes counts against its limit, or cannot be allocated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_ordinary_programs_still_run(mode: sandbox.Mode) -> None:
 def test_a_program_lies_in_a_cgroup_of_its_own_where_one_can_be_made(
     given: str | None, mode: sandbox.Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tree of files in place of the kernel's: what is written where, and that it stays away where the kernel gives no limits."""
+    """With files in place of the kernel's cgroup tree: the written values are checked, and nothing is written if the kernel supports no
+    limits."""
     beside = tmp_path / "mount" / "user.slice"
     (beside / "own.scope").mkdir(parents=True)
     (tmp_path / "own").write_text("4:memory:/elsewhere\n0::/user.slice/own.scope\n")
@@ -54,7 +55,7 @@ def test_a_program_lies_in_a_cgroup_of_its_own_where_one_can_be_made(
     outcome = sandbox.run("x = 1", ["assert x == 1"], sandbox.Limits(memory_mb=200), mode)
     assert outcome.results == [None]
     made = [{file.name: file.read_text() for file in folder.iterdir()} for folder in beside.glob("puna-code-*")]
-    # The program and its tests each write 0, which means the process that writes.
+    # The program and its tests each write 0, which stands for the writing process.
     entered = {"memory.max": str(200 << 20), "memory.swap.max": "0", "cgroup.procs": "00", "cgroup.kill": "1"}
     assert made == ([entered] if given == "memory pids" else [])
 

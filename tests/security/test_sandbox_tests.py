@@ -1,4 +1,4 @@
-"""No answer deceives its tests: they run in another process."""
+"""No answer can deceive its tests, which run in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program cannot escape its verdict: by the names it gives, the length of its errors, or children that nobody waits for."""
+"""A program cannot avoid its verdict through its names, the length of its errors, or child processes that nobody waits for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ for _ in range(40):
     try: os.wait()
     except OSError: pass
 """
-"""Children that compute 1.2 s in all, one after the other."""
+"""Children that use 1.2 s of CPU time in total, one after the other."""
 
 
 @pytest.mark.usefixtures("mode")
@@ -33,7 +33,7 @@ def test_a_socket_whose_name_is_no_text_does_not_end_the_watch() -> None:
 
 
 def test_many_long_errors_of_wide_characters_give_a_verdict(mode: sandbox.Mode) -> None:
-    """Escaped to ASCII, 25 errors of 300 emoji have 90 kB, and a verdict may have 64."""
+    """Escaped to ASCII, 25 errors of 300 emoji take 90 kB, but a verdict may have only 64 kB."""
     made = run('def f(x):\n  raise ValueError("\U0001f600" * 2000)\n', [f"assert f({n}) == 2" for n in range(25)], Limits(), mode)
     assert made.results is not None and not made.refused, made
     assert len(made.results) == 25 and all(made.results) and str(made.results[0]).startswith("ValueError: \U0001f600\U0001f600")

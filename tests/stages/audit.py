@@ -1,6 +1,7 @@
-"""Watches what a stage runs and reads: code and data files of Puna that its key does not name.
+"""A check that a stage runs no code and reads no data files of Puna that its key does not name.
 
-The first run of each of some stages in a process is watched, whichever test makes it. Compiled loops and what C++ opens are not seen.
+The first run of each of some stages in a process is watched, in whichever test it occurs. Compiled loops and files opened by C++ code are
+not seen.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from puna.stages.identity import code, sources, syntax
 from tests.identity import numerics
 
 ROOT = sources.ROOT
-# They move artifacts, or drive stages, and decide no content.
+# These move artifacts or run stages, and do not affect content.
 OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins", "puna.flows")
-# Their keys hold references and versions; tests/identity compares their code with a record.
+# Keys contain their references and versions; tests/identity compares their code with a record.
 OPERATIONS = frozenset(".".join(("puna", *file.relative_to(numerics.ROOT).with_suffix("").parts)) for file in numerics.files())
 WATCHED = frozenset((
     "language", "line_dedup", "minhash_dedup", "mix", "pii", "pretrain", "select", "split", "tokenize", "url_dedup", "url_filter",
 ))  # fmt: skip
 watched: set[str] = set()
-"""Those that ran already."""
+"""Stages that were watched already."""
 _opened: list[set[str]] = []
 
 
@@ -40,12 +41,12 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 @cache
 def listening() -> None:
-    """Hear of every file that Python opens; such a hook stays."""
+    """Install a hook that sees every file that Python opens; such a hook cannot be removed."""
     sys.addaudithook(_hear)
 
 
 def watching(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`execute._make`, that fails where the stage ran or read what is not in its key."""
+    """Return `execute._make` with a check that fails if the stage ran or read something that is not in its key."""
 
     def made(stage: Stage, config: Any, given: Any, *more: Any) -> Any:
         if stage.name not in WATCHED - watched or stage.version:
@@ -53,7 +54,7 @@ def watching(make: Callable[..., Any]) -> Callable[..., Any]:
         watched.add(stage.name)
         named = code.symbols(stage, stage.reaches(config, given))
         for module in {name.rpartition(".")[0] for name in named if name.startswith("puna.") and ":" not in name}:
-            importlib.import_module(module)  # what runs when a module is loaded is no work of the stage
+            importlib.import_module(module)  # code that runs when a module is loaded is not the stage's work
         profile = cProfile.Profile(builtins=False)
         listening()
         _opened.append(set())
@@ -70,7 +71,7 @@ def watching(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unnamed_code(ran: set[CodeType], named: dict[str, str]) -> Iterator[str]:
-    """Functions of Puna that ran, whose top-level symbol is not in the key."""
+    """Yield functions of Puna that ran and whose top-level symbol is not in the key."""
     for one in ran:
         file = Path(one.co_filename)
         if not file.is_relative_to(ROOT) or one.co_name == "<module>":
@@ -83,7 +84,7 @@ def unnamed_code(ran: set[CodeType], named: dict[str, str]) -> Iterator[str]:
 
 @cache
 def _bound_at(file: Path) -> dict[int, set[str]]:
-    """Line of a file → the top-level names whose statement it belongs to."""
+    """Return line of a file → the top-level names whose statement contains it."""
     found: dict[int, set[str]] = {}
     for node in syntax.statements(ast.parse(file.read_text(encoding="utf-8")).body):
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
@@ -93,7 +94,7 @@ def _bound_at(file: Path) -> dict[int, set[str]]:
 
 
 def unnamed_files(opened: set[str], named: dict[str, str]) -> Iterator[str]:
-    """Data files of Puna that were read, and that no name in the key stands for."""
+    """Yield data files of Puna that were read and to which no name in the key belongs."""
     data = {os.path.normpath(code.load(m).file.parent / path) for m, _, path in (n.partition(":") for n in named if n.startswith("puna.")) if path}
     for name in map(os.path.normpath, opened):
         inside = any(Path(name).is_relative_to(ROOT / room) for room in sources.ROOMS)

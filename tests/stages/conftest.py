@@ -1,4 +1,4 @@
-"""Settings of all tests of stages."""
+"""Fixtures of all tests of stages."""
 
 import sys
 
@@ -9,8 +9,8 @@ from tests.stages import audit
 
 @pytest.fixture(scope="session", autouse=True)
 def audited():
-    """The first run of each stage fails where it runs code or reads files that its key does not name."""
+    """Make the first run of each stage fail if it runs code or reads files that its key does not name."""
     with pytest.MonkeyPatch.context() as patch:
-        module = sys.modules["puna.stages.contract.execute"]  # the package has a function of this name
+        module = sys.modules["puna.stages.contract.execute"]  # the package exports a function of this name
         patch.setattr(module, "_make", audit.watching(module._make))
         yield

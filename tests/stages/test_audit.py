@@ -1,4 +1,4 @@
-"""The audit of keys finds code and data that a stage reaches behind the back of its key."""
+"""The audit of keys finds code and data that a stage uses without their being in its key."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.stages import audit
 
 
 class HiddenConfig(StageConfig):
-    """Nothing to choose."""
+    """A configuration without fields."""
 
 
 @stage(kind="signals")
 def honest(config: HiddenConfig, run: StageRun) -> None:
-    """Names what it calls."""
+    """Call a function by its name."""
     run.write(pa.table({"id": [shingles.normalize("A b")]}))
 
 
 @stage(kind="signals")
 def calls_by_name(config: HiddenConfig, run: StageRun) -> None:
-    """Finds a function by a name that is put together."""
+    """Call a function by a name that is built at run time."""
     function = getattr(importlib.import_module("puna.kernels." + "text.shin" + "gles"), "normal" + "ize")
     run.write(pa.table({"id": [function("A b")]}))
 
 
 @stage(kind="signals")
 def reads_by_name(config: HiddenConfig, run: StageRun) -> None:
-    """Reads a file whose name is put together."""
+    """Read a file whose name is built at run time."""
     file = Path(importlib.import_module("puna.stages.curate").__file__).parent / "data" / ("stop" + "_words.txt")
     run.write(pa.table({"id": [file.read_text()[:3]]}))
 

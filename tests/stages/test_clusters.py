@@ -1,4 +1,4 @@
-"""Dask clusters of others, given by their address: stages on the worker with the device, lost schedulers and results."""
+"""External Dask clusters given by their address: stages on the worker with the device, lost schedulers and lost results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Cluster:
         self.address = self.process.stdout.readline().strip().removeprefix("tcp://")
 
     def kill(self) -> None:
-        """End all of it at once."""
+        """End the whole cluster at once."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -105,7 +105,7 @@ def slow(item: int, folder: str) -> tuple[int, int]:
 
 
 def dies_after_answering(item: int, folder: str) -> int:
-    """Ends its worker just after its result was handed over, twice; what only the worker holds is lost with it."""
+    """End the worker just after it returned its result, twice; the result, which only the worker holds, is lost."""
     import threading
 
     with (Path(folder) / "attempts").open("a") as notes:
@@ -121,7 +121,7 @@ def test_results_lost_with_their_worker_are_computed_again(dask: Executor, tmp_p
 
 
 def waits(folder: str) -> None:
-    """Says that it began, and goes on until it is told to end."""
+    """Record the start, and wait for a signal to end."""
     (Path(folder) / "begun").touch()
     for _ in range(600):
         if (Path(folder) / "end").exists():

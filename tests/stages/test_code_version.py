@@ -1,4 +1,4 @@
-"""What counts as a change of a stage's code, on a small package written for each test."""
+"""Changes of a stage's code that change its version, on a small package written for each test."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def new_process() -> None:
-    """Forget what was imported in this one."""
+    """Forget this process's cached imports, as a new process would."""
     sources._AT_START.clear()
     sources._FILES[:] = sources._source_files()
     sources.contract.cache_clear()
@@ -87,7 +87,7 @@ def new_process() -> None:
 
 
 def version() -> str:
-    """The version in a new process."""
+    """Return the version as a new process computes it."""
     new_process()
     return code_version(code.reach(("puna.stages.work", "work"), ("puna.stages.work", "Config")))
 
@@ -183,12 +183,12 @@ def test_code_may_move(tree: Path) -> None:
     (tree / "models/moved.py").write_text((tree / "stages/late.py").read_text())
     edit(tree, "stages/work.py", "from puna.stages.late import lately", "from puna.models.moved import lately")
     assert version() == before
-    # An import may stand on top or in the function, and name the module or the symbol.
+    # An import may be at the top or in the function, and name the module or the symbol.
     edit(tree, "stages/work.py", "    from puna.models.moved import lately\n", "")
     edit(tree, "stages/work.py", "LIMIT = 3", "from puna.models import moved as other_module\nLIMIT = 3")
     edit(tree, "stages/work.py", "[lately()]", "[other_module.lately()]")
     assert version() == before
-    # A module may pass on what another one defines.
+    # A module may re-export a symbol of another one.
     (tree / "models/passing_on.py").write_text("from puna.models.moved import lately\n")
     edit(tree, "stages/work.py", "from puna.models import moved as", "from puna.models import passing_on as")
     assert version() == before
@@ -220,7 +220,7 @@ def test_helpers_that_call_each_other_are_told_apart_by_what_they_call(tree: Pat
 
     endless = given("one")
     assert given("") != endless
-    assert given("two") == endless == given("one")  # calls without an end in both, by equal helpers
+    assert given("two") == endless == given("one")  # both call themselves without end, through equal helpers
 
 
 def test_a_data_file_counts_by_name_and_content_wherever_it_lies(tree: Path) -> None:
@@ -398,7 +398,7 @@ def test_imports_for_type_checkers_are_not_reached(tree: Path) -> None:
     assert set(code.reach(("puna.stages.work", "work"))) == {"puna.stages.work.work", "contract", "meaning"}
 
 
-# Whatever minor versions of Python write differently: empty fields, added fields, quotes, f-strings, Unicode tables, docstrings.
+# Differences between minor versions of Python: empty fields, added fields, quotes, f-strings, Unicode tables, docstrings.
 EVERYTHING = r'''
 class A(B, metaclass=C):
     """Docstring."""
@@ -467,7 +467,7 @@ def test_data_files_are_found_through_path_expressions(tree: Path) -> None:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(name)
     found = {name for name in code.reach(("puna.stages.work", "work")) if ":" in name}
-    # The name of one is not known: everything in its folder counts.
+    # One of the names is unknown: everything in its folder counts.
     assert {name.partition(":")[2] for name in found} == {
         "tables/one.txt", "../data/two.txt", "../data/three.txt", "../data/folder/four.bin", "five.txt", "../data/x.json"
     }  # fmt: skip
@@ -478,7 +478,7 @@ def test_data_files_are_found_through_path_expressions(tree: Path) -> None:
 
 def test_a_module_is_brought_by_the_distributions_that_importlib_names() -> None:
     named = importlib.metadata.packages_distributions()
-    # Each text is read once; of modules named as their distribution is every eighth.
+    # Each text is read once; every eighth module is named like its distribution.
     installed = {one.metadata["Name"]: SimpleNamespace(read_text=functools.cache(one.read_text)) for one in importlib.metadata.distributions()}
     plain = [module for module, names in named.items() if names == [module]]
     for module in named.keys() - plain | set(sorted(plain)[::8]):
@@ -566,7 +566,7 @@ def test_what_is_reached_is_followed_once(tree: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as nothing:
         nothing.setattr(code, "_follow", lambda *roots: pytest.fail("followed again"))
         assert code.reach(WORK) == before
-    edit(tree, "stages/words.txt", "two", "three")  # a data file is read each time
+    edit(tree, "stages/words.txt", "two", "three")  # data files are read each time
     assert {name for name, hash in code.reach(WORK).items() if hash != before[name]} == {"puna.stages.helpers:words.txt", "meaning"}
 
 
@@ -578,7 +578,7 @@ def test_a_damaged_record_of_what_is_reached_counts_for_nothing(tree: Path, dama
     file.write_bytes(damage(good))
     new_process()
     assert code.reach(WORK) == before
-    assert file.read_bytes() == good  # and is written anew
+    assert file.read_bytes() == good  # and is written again
 
 
 def test_a_file_that_appears_where_code_looks_for_it_counts(tree: Path) -> None:
@@ -590,7 +590,7 @@ def test_a_file_that_appears_where_code_looks_for_it_counts(tree: Path) -> None:
 
 
 def test_sources_are_parsed_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python 3.11 needs it; the pages of a server plan and start in several threads."""
+    """Python 3.11 needs this; a server's pages plan and start runs in several threads."""
     parse, inside, most = ast.parse, [], []
 
     def watched(content: str) -> ast.Module:

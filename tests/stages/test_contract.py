@@ -46,13 +46,13 @@ def shortening(documents: Documents, config: ShorteningConfig, run: StageRun) ->
 
 @stage(kind="documents", filters="documents")
 def losing(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
-    """Loses a row, which the commit must notice."""
+    """Lose a row, which the commit must detect."""
     run.write(documents.read().slice(1))
 
 
 @stage(kind="documents", filters="documents")
 def confusing(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
-    """Keeps the first row and drops it too, in place of the second: the numbers agree, the rows do not."""
+    """Keep the first row and also drop it, in place of the second: the counts agree, the rows do not."""
     rows = documents.read()
     run.write(rows.slice(0, 1))
     run.write_rows([{"id": rows["id"][0].as_py(), "rule": "any", "value": None, "threshold": None, "detail": None}], "dropped")
@@ -64,19 +64,19 @@ declare_signal("shortened_characters", int, "characters", "A number of this test
 
 @stage(kind="signals")
 def counting(documents: Annotated[Documents, Reads(("dropped.parquet",))], config: ShorteningConfig, run: StageRun) -> None:
-    """Reads what was dropped and nothing else."""
+    """Read only the dropped rows."""
     run.write(pa.table({"id": documents.read("dropped")["id"], "shortened_characters": pa.array([1] * documents.rows("dropped"), pa.int64())}))
 
 
 @stage(kind="documents", filters="documents")
 def keeping(documents: Documents, config: ShorteningConfig, run: StageRun) -> None:
-    """Keeps everything."""
+    """Keep everything."""
     run.write(documents.read())
 
 
 @stage(kind="documents")
 def uniting(sets: list[Documents], config: ShorteningConfig, run: StageRun) -> None:
-    """All rows of several sets."""
+    """Return all rows of several sets."""
     for one in sets:
         run.write(one.read())
 
@@ -142,7 +142,7 @@ def test_what_filters_always_has_dropped(tmp_path: Path, texts: list[str]) -> No
 
 
 def sharded(store: Store, count: int, monkeypatch: pytest.MonkeyPatch) -> Artifact:
-    """Documents in several shards, with texts of one to five characters."""
+    """Return documents in several shards, with texts of one to five characters."""
     schema = dataclasses.replace(schemas.TABLES["documents"], shard_bytes=300)
     monkeypatch.setitem(schemas.TABLES, "documents", schema)
     ids = sorted(hashlib.md5(str(n).encode()).hexdigest() for n in range(count))
@@ -155,7 +155,7 @@ def sharded(store: Store, count: int, monkeypatch: pytest.MonkeyPatch) -> Artifa
 
 
 def stopped_after(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a stage end after some shards as if it were killed."""
+    """Make a stage end after `shards` shards as if it were killed."""
     from puna.stages.contract import run as run_module
 
     original, left = run_module.transform_shard, iter(range(shards))
@@ -240,7 +240,7 @@ def test_only_what_a_stage_reads_is_compared(tmp_path: Path) -> None:
             with pytest.raises(PunaError, match="is damaged: dropped.parquet has a wrong checksum"):
                 execute(counting, ShorteningConfig(most=4), {"documents": made}, store)
             made = execute(shortening, ShorteningConfig(), {"documents": documents(store, ["a", "long text"])}, store)
-    # What is not compared must still be there, as long as it was.
+    # A value that is not compared must still exist if it existed before.
     made.path("documents.order.parquet").write_bytes(b"short")
     with pytest.raises(PunaError, match="is damaged: documents.order.parquet has 5 bytes instead of"):
         execute(counting, ShorteningConfig(most=5), {"documents": made}, store)

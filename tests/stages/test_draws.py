@@ -1,4 +1,4 @@
-"""Numbers and names that parts decide: by their definition."""
+"""Random numbers and names by part of a table, checked by their definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models behind OpenAI's interface: a server of another process that fails, limits, refuses and counts; and `puna api` itself."""
+"""Models behind OpenAI's API: a server in another process that fails, rate-limits, refuses and counts; and `puna api` itself."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ server.serve_forever()
 
 
 class Remote:
-    """The server: its address, and what it was asked."""
+    """The server: its address, and the requests that it received."""
 
     def __init__(self, url: str, log: Path) -> None:
         self.url, self.log, self.down = url, log, Path(f"{log}.down")
@@ -120,7 +120,7 @@ def test_answers_come_through_failures_and_are_asked_for_once(tmp_path: Path, re
     assert (dropped["id"], dropped["rule"]) == ("#refused", "refused") and "too long for me" in dropped["detail"]
     asked = remote.asked()
     assert {key for key, _ in asked} == {f"Bearer {KEY}"}
-    assert len(asked) == 2 + 2 * 3 + 2 * 2 + 2 + 2  # busy: two failures each; slow: one timeout each
+    assert len(asked) == 2 + 2 * 3 + 2 * 2 + 2 + 2  # busy: two failures each; slow: one time-out each
     assert len({body["seed"] for _, body in asked if body["messages"][-1]["content"] == "say #1"}) == 2
     kept = made.read("exchanges").to_pylist()
     assert len(kept) == 10 and {json.loads(row["request"])["temperature"] for row in kept} == {0.5}
@@ -174,7 +174,8 @@ def test_a_judge_elsewhere_grades_answers(tmp_path: Path, remote: Remote) -> Non
 
 
 def test_a_policy_is_rewarded_by_a_judge_elsewhere(tmp_path: Path, remote: Remote) -> None:
-    """Grades are rewards; an answer that the judge refuses or does not grade has none, and is counted. A resumed run asks for the rest."""
+    """Grades are rewards; an answer that the judge refuses or does not grade has none, and is counted. A resumed run requests only the
+    rest."""
     store = Store.open(tmp_path / "store")
     asked = prompts_of(store, "say #1", "say #3", "#refused", "#none", verifier={"name": "judge", "rubric": "right?", "max_grade": 5})
     (files,) = External.resolve(f"model={saved(tmp_path / 'model')}")
@@ -233,7 +234,7 @@ def test_problems_are_answered_elsewhere_and_tried_again(tmp_path: Path, remote:
 
 
 def test_punas_own_server_answers(tmp_path: Path) -> None:
-    """Greedy answers over HTTP are those of the engine."""
+    """Greedy answers over HTTP equal those of the engine."""
     import torch
     import uvicorn
 

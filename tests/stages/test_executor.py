@@ -1,4 +1,4 @@
-"""Executors: order, killed workers, errors, bounds; no worker outlives a killed driver."""
+"""Executors: order, killed workers, errors, limits; no worker outlives a killed driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from puna.storage import PunaError
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
-    """One pool for all tests that do not stop it: it outlives the workers and the errors of each."""
+    """Yield one pool for all tests that do not stop it: it survives dead workers and errors of each test."""
     with connect("processes", 2) as made:
         assert made is not None
         yield made
@@ -52,7 +52,7 @@ def threads() -> list[int]:
     import torch
 
     np.ones((8, 8)) @ np.ones((8, 8))
-    # NumPy says nowhere how many threads its matrix products take: the library that it has loaded does.
+    # NumPy does not report how many threads its matrix products use; the BLAS library that it loaded does.
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "numpy.libs/libscipy_openblas" in line}
     blas = [ctypes.CDLL(file).scipy_openblas_get_num_threads64_() for file in loaded]
     return [pa.cpu_count(), torch.get_num_threads(), numba.get_num_threads(), *blas]
@@ -68,7 +68,7 @@ def test_a_part_that_ends_its_worker_each_time_is_an_error_that_says_so(pool: Ex
 
 
 def dies_once(item: int, folder: str) -> int:
-    """Ends its worker the first time that it is asked for every fifth item; notes each attempt."""
+    """End the worker on the first attempt at every fifth item; record each attempt."""
     file = Path(folder) / f"{item}"
     with file.open("a") as notes:
         notes.write("x")
@@ -83,7 +83,7 @@ def test_a_worker_that_is_killed_costs_its_parts_and_not_the_run(pool: Executor,
 
 
 def test_what_is_under_way_is_not_waited_for_when_work_is_stopped(tmp_path: Path) -> None:
-    """Not even a part that was begun again because Ctrl-C ended its first worker before the driver was told."""
+    """Nor for a part that was restarted because Ctrl-C ended its first worker before it reached the driver."""
     pool = connect("processes", 2)
     assert pool is not None
     part = pool.submit(never_ends, str(tmp_path))
@@ -101,7 +101,7 @@ def test_a_worker_that_is_being_started_is_not_waited_for_either(tmp_path: Path,
     start, starting, stopping = processes._Worker.start, threading.Event(), threading.Event()
 
     def late(self: processes._Worker) -> None:
-        if starting.is_set() or list(tmp_path.iterdir()):  # the second one
+        if starting.is_set() or list(tmp_path.iterdir()):  # the second worker
             starting.set()
             stopping.wait()
         start(self)
@@ -110,7 +110,7 @@ def test_a_worker_that_is_being_started_is_not_waited_for_either(tmp_path: Path,
     pool = connect("processes", 2)
     assert pool is not None
     end = pool._end
-    monkeypatch.setattr(pool, "_end", lambda: (end(), stopping.set()))  # the first look finds no worker alive
+    monkeypatch.setattr(pool, "_end", lambda: (end(), stopping.set()))  # the first check finds no worker alive
     part = pool.submit(never_ends, str(tmp_path))
     os.kill(_begun(tmp_path, 1)[0], signal.SIGINT)
     assert starting.wait(60)
@@ -125,7 +125,7 @@ def never_ends(folder: str) -> None:
 
 
 def _begun(folder: Path, count: int) -> list[int]:
-    """The workers that began the part, when there are `count` of them."""
+    """Return the workers that started the part, once there are `count` of them."""
     while len(found := [int(file.name) for file in folder.iterdir()]) < count:
         time.sleep(0.05)
     return found
@@ -140,7 +140,7 @@ def test_a_worker_killed_while_idle_is_replaced(pool: Executor) -> None:
 
 
 class TwoArguments(Exception):
-    """Cannot be unpickled: its constructor takes more than it says."""
+    """An error that cannot be unpickled: its constructor takes more arguments than it passes on."""
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__(f"{name} {number}")
@@ -153,7 +153,7 @@ def fails(item: int) -> int:
 
 
 def check_errors(pool: Executor) -> None:
-    """Errors of parts come back whole, with what the worker was doing."""
+    """Check that errors of parts come back complete, with the worker's traceback."""
     with pytest.raises(PunaError, match="page 1: no text") as caught:
         pool.submit(fails, 1).result()
     assert "in fails" in caught.value.__notes__[0]
@@ -183,7 +183,7 @@ def test_bytes_under_way_are_bounded(pool: Executor, monkeypatch: pytest.MonkeyP
     time.sleep(0.3)
     ahead = len(begun)
     assert [r[0] for r in results] == list(range(1, 20))
-    assert ahead <= 4  # each is larger than the limit: what waits is what was sent before the first was done
+    assert ahead <= 4  # each is larger than the limit: only parts sent before the first one finished are waiting
 
 
 def test_another_program_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_nobody_else_of_this_machine_uses_the_local_dask(dask: Executor) -> None
 
 
 def test_dask_workers_that_died_while_they_started(dask: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask forgets workers that are away for some time, as those of a busy machine are, and starts no others."""
+    """Dask drops workers that do not respond for some time, as on a busy machine, and starts no replacements."""
     from dask import config
 
     from puna.stages.executors import dask_cluster
@@ -296,7 +296,8 @@ def test_dask_workers_have_no_device(dask: Executor) -> None:
 
 
 def test_ray_workers_that_are_killed(tmp_path: Path) -> None:
-    """Ray gives up by itself when its agents take longer than 15 seconds to start: an import that costs seconds, in each of its processes, does that."""
+    """Ray gives up if its agents take longer than 15 seconds to start, which an import of several seconds in each of its processes can
+    cause."""
     pytest.importorskip("ray")
     with connect("ray", 2) as pool:
         assert list(map_in_order(pool, dies_once, range(6), (str(tmp_path),))) == [i * i for i in range(6)]
@@ -319,7 +320,7 @@ def test_ray_that_does_not_start_says_where_its_logs_are(monkeypatch: pytest.Mon
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the driver has loaded, and how many threads it uses, is not handed on: workers are not forked.
+    # The driver's imported modules and thread count are not inherited: workers are not forked.
     assert len(threads()) >= 3
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)

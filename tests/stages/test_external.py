@@ -117,7 +117,7 @@ SIGNED = "https://{host}/crawl/web.warc.gz?X-Amz-Credential=AKIAEXAMPLE%2Fus&X-A
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves one file under a signature, and nothing without it."""
+    """A handler that serves one file under a signed address, and nothing without the signature."""
 
     def do_GET(self) -> None:
         if "X-Amz-Signature=5ec2e7aa" not in self.path:
@@ -132,7 +132,7 @@ class Handler(SimpleHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

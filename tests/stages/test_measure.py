@@ -1,4 +1,4 @@
-"""What manifests say a stage cost: its own share, workers included, and nothing that ran before or beside it."""
+"""Costs of a stage in manifests: its own share, including workers, without anything that ran before or beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = 300_000_000
 
 
 def burn(item: int) -> float:
-    """A fifth of a second of this process's CPU; returns what it used."""
+    """Use a fifth of a second of this process's CPU time; return the time used."""
     started = time.process_time()
     while time.process_time() - started < 0.2:
         pass
@@ -33,19 +33,19 @@ def burn(item: int) -> float:
 
 
 def hold(item: int) -> int:
-    """Memory held for some looks of the meter."""
+    """Hold memory for several measurements of the meter."""
     block = np.ones(SIZE, np.uint8)
     time.sleep(4 * EVERY_SECONDS)
     return int(block[-1])
 
 
 class CostConfig(StageConfig):
-    """Nothing to choose."""
+    """A configuration without fields."""
 
 
 @stage(kind="signals", version="1")
 def costly(config: CostConfig, run: StageRun) -> None:
-    """Uses memory here, and CPU in the workers."""
+    """Use memory in this process, and CPU time in the workers."""
     hold(0)
     run.metric("used", sum(run.map(burn, range(4))))
     run.write(pa.table({"id": ["a"]}))
@@ -53,7 +53,7 @@ def costly(config: CostConfig, run: StageRun) -> None:
 
 @stage(kind="signals", version="1")
 def cheap(config: CostConfig, run: StageRun) -> None:
-    """Uses next to nothing."""
+    """Use next to nothing."""
     run.write(pa.table({"id": ["b"]}))
 
 
@@ -62,18 +62,18 @@ def test_a_stage_is_charged_with_its_workers_and_not_with_the_stage_before(tmp_p
     with local(2) as executor:
         first = perform(costly, CostConfig(), {}, store, executor=executor).artifact.manifest
         second = perform(cheap, CostConfig(), {}, store, executor=executor).artifact.manifest
-    assert first.timings["cpu_seconds"] >= first.metrics["used"] - 0.02  # the kernel counts in hundredths
+    assert first.timings["cpu_seconds"] >= first.metrics["used"] - 0.02  # the kernel counts in hundredths of a second
     assert second.timings["cpu_seconds"] < first.metrics["used"] / 2
 
 
 @stage(kind="signals", version="1", ranks=True)
 def shared(config: CostConfig, run: StageRun) -> None:
-    """Runs on all ranks."""
+    """Run on all ranks."""
     run.write(pa.table({"id": ["c"]}))
 
 
 def test_a_stage_is_charged_with_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU time is the sum; memory is that of the largest process. A rank reports what its own meter shows."""
+    """CPU time is the sum over ranks; memory is that of the largest process. A rank reports its own meter's values."""
     reports: list[str] = []
 
     def gather(own: str) -> list[str]:
@@ -117,7 +117,7 @@ def test_what_runs_beside_a_stage_is_not_counted(beside: bool) -> None:
 
 
 class Elsewhere(PartExecutor):
-    """A cluster: what its workers use is no process below this one."""
+    """A stub of a cluster, whose workers are not child processes."""
 
     below = False
     slots = 1

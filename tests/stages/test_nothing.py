@@ -1,4 +1,4 @@
-"""Stages that cannot work on nothing say so, by their name and that of what is empty."""
+"""Stages that need input rows report an empty input with the stage's name and the input's name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from puna.storage.schemas import table_schema
 
 
 class NoConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of a model."""
 
 
 @stage(kind="model", version="1")
 def no_model(config: NoConfig, run: StageRun) -> None:
-    """A model that nobody gets to load."""
+    """Write a model that is never loaded."""
     (run.folder / "config.json").write_text("{}")
 
 

@@ -1,4 +1,4 @@
-"""A rule (signal and threshold) and a stage of a user's own: one file each, and no other file changes."""
+"""A user's own rule (signal and threshold) and stage: one file each, and no other file changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STAGE = """
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
-    """Write a module, load it as `--module` does, and forget it after the test."""
+    """Return a function that writes a module and loads it as `--module` does; unload it after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(plugins, "_modules", {})
     before = [(entries, dict(entries)) for entries in (SIGNALS, REGISTRY, RULE_GROUPS)]

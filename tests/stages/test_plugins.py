@@ -1,4 +1,4 @@
-"""Stages from outside: entry points of installed packages, `--module`, and plugins that are broken."""
+"""Stages from other packages: entry points of installed packages, `--module`, and broken plugins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STAGE = """
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plugins, modules and stages of one test are not seen by the next."""
+    """Hide plugins, modules and stages of one test from the next."""
     for name in ("_offers", "_broken", "_modules"):
         monkeypatch.setattr(plugins, name, {})
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -48,7 +48,7 @@ def write(file: Path, text: str, **names: str) -> Path:
 
 
 def install(folder: Path, package: str, entries: str) -> None:
-    """A package as an installer leaves it: its entry points beside it, on `sys.path`."""
+    """Install a package as an installer does: its entry points beside it, on `sys.path`."""
     about = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     write(about / "METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     write(about / "entry_points.txt", entries)
@@ -144,7 +144,7 @@ def test_a_module_that_is_not_there() -> None:
 
 
 class WantingConfig(StageConfig):
-    """Nothing to choose."""
+    """A configuration without fields."""
 
 
 def test_a_stage_says_which_needs_are_not_met() -> None:
@@ -154,11 +154,11 @@ def test_a_stage_says_which_needs_are_not_met() -> None:
 
     @stage(kind="signals", needs=needs)
     def wanting(config: WantingConfig, run: StageRun) -> None:
-        """Needs a column."""
+        """Need a column."""
 
     @stage(kind="signals")
     def content(config: WantingConfig, run: StageRun) -> None:
-        """Needs nothing."""
+        """Need nothing."""
 
     def facts(*columns: str) -> Facts:
         return Facts({"signals": (InputFacts("signals", {"signals": columns}),)}, 10)

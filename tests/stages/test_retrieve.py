@@ -1,4 +1,4 @@
-"""Passages by BM25 against the formula, document by document."""
+"""Passages by BM25, compared with the formula, document by document."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from puna.stages.retrieve import passages
 
 
 class Documents:
-    """What `passages` reads of an artifact."""
+    """A stub of the part of an artifact that `passages` reads."""
 
     def __init__(self, texts):
         self.table = pa.table({"id": [f"{i:03d}" for i in range(len(texts))], "text": texts})
@@ -26,7 +26,7 @@ class Documents:
 
 
 def expected(question, texts):
-    """(score, id) of every document with a word of the question, by the formula of the module."""
+    """Return (score, id) of every document with a word of the question, by the module's formula."""
     split = [re.findall(r"\w+", text.lower()) for text in texts]
     mean = sum(map(len, split)) / len(split)
     found = []

@@ -1,4 +1,4 @@
-"""Answers by search: a choice among the answers that the engine draws."""
+"""Answers by search: a choice among answers drawn by the engine."""
 
 from __future__ import annotations
 

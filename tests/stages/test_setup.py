@@ -1,4 +1,4 @@
-"""What set-up runs."""
+"""The commands of the set-up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps({loop.py_func.__qualname__: len(loop.signatures) for loop in (_
 
 
 def test_set_up_compiles_the_loops_of_extraction_signals_classifiers_and_quality() -> None:
-    """A run after it says no more that it compiles."""
+    """A run after the set-up prints no message about compiling."""
     file = Path(__file__).parents[2] / "deploy" / "compile.py"
 
     def marks() -> list[Path]:
@@ -32,7 +32,7 @@ def test_set_up_compiles_the_loops_of_extraction_signals_classifiers_and_quality
 
     for mark in marks():
         mark.unlink()
-    own = os.environ | {"NUMBA_CPU_NAME": numba_cache.processor()}  # no loops that came compiled, where a wheel was built
+    own = os.environ | {"NUMBA_CPU_NAME": numba_cache.processor()}  # without the shipped loops, in case a wheel was built
     done = subprocess.run([sys.executable, "-c", COMPILED, file], env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

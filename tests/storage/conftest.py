@@ -1,4 +1,4 @@
-"""A real S3 server on loopback, with a proxy before it that makes requests fail."""
+"""A real S3 server on loopback, behind a proxy that makes requests fail."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KEY, SECRET = "AKIATESTONLYIDENT", "bm90LWEtcmVhbC1zZWNyZXQtYXQtYWxs"
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[int]:
-    """The port of a server that speaks the protocol of S3.
+    """Yield the port of an S3 server.
 
-    It is a process of its own: in a thread of this one, a collection of garbage that releases a lease would wait for its own answer.
+    It is a separate process: in a thread of this one, a garbage collection that releases a lease would wait for the thread's own answer.
     """
     pytest.importorskip("moto.server", reason="needs moto[server]")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -47,7 +47,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture
 def proxy(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy before the server, that the environment names; without faults until a test sets some."""
+    """Yield a proxy before the server, set in the environment; it makes no faults until a test sets some."""
     with FaultProxy(s3_server) as proxy:
         for name, value in {
             "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1",
@@ -60,7 +60,7 @@ def proxy(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def bucket(proxy: FaultProxy, s3_server: int) -> str:
-    """The address of an empty store on the server."""
+    """Return the address of an empty store on the server."""
     import boto3
 
     name = f"puna-{uuid.uuid4().hex}"

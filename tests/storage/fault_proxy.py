@@ -1,4 +1,4 @@
-"""An HTTP proxy that misbehaves as object stores and networks do, by chance or for chosen requests."""
+"""An HTTP proxy that fails like object stores and networks do, at random or for chosen requests."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 FAULTS = ("429", "500", "503", "reset", "lost", "cut", "flip")
-"""Refusals; the connection ends before the request is done, after it was done, in the middle of the body; a bit of the body."""
+"""Refusals; the connection ends before the request is processed (reset), after it was processed (lost), or within the body (cut); a flipped
+bit in the body."""
 
 
 @dataclass
 class FaultProxy:
-    """Passes requests to a server on loopback. `rate`: share of the requests that meet one of `faults`."""
+    """A proxy to a server on loopback. `rate`: share of the requests that meet one of `faults`."""
 
     upstream: int
     rate: float = 0.0
     faults: tuple[str, ...] = FAULTS
     chosen: Callable[[str, str], str | None] = lambda method, target: None
-    """Fault of a request, by method and target; None: by chance."""
+    """The fault of a request, by method and target; None: at random."""
     seed: int = 0
     met: Counter[str] = field(default_factory=Counter)
-    """How many requests met each fault; `requests`: all."""
+    """Number of requests that met each fault; `requests`: all requests."""
     seen: list[bytes] = field(default_factory=list)
     """The heads of all requests."""
 
     def __enter__(self) -> FaultProxy:
         self._random = random.Random(self.seed)
-        # Of two conditional puts at one time the threaded server may let both win, which no object store does.
+        # The threaded server may let two simultaneous conditional puts both succeed, which no object store does.
         self._putting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -62,7 +63,7 @@ class FaultProxy:
             writer.transport.abort()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request; False where the connection ends with it."""
+        """Handle one request; return False if the connection ends with it."""
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(_length(head))
         method, target = head.decode("latin-1").split(" ", 2)[:2]
@@ -91,12 +92,12 @@ class FaultProxy:
         fault = self.chosen(method, target)
         if fault is None and self._random.random() < self.rate:
             fault = self._random.choice(self.faults)
-        # What lists and receipts say carries no checksum on a plain connection.
+        # Listings and receipts carry no checksum on a plain connection.
         bare = method != "GET" or "list-type" in target
         return None if fault == "flip" and bare else fault
 
     async def _passed(self, head: bytes, body: bytes) -> tuple[bytes, bytes]:
-        """What the server answers: the head, and the body."""
+        """Return the server's answer: head and body."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.upstream)
         lines = [line for line in head.split(b"\r\n")[:-2] if not line.lower().startswith(b"connection:")]
         writer.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body)

@@ -1,4 +1,4 @@
-"""`puna.duckdb`, the views and the macros, on a store whose rows one can count by hand."""
+"""`puna.duckdb`, the views and the macros, on a store whose rows can be counted by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDS = sorted(ids_of(40))
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Artifact, Artifact]:
-    """Forty documents in shards; a stage that drops the first ten and changes the last by reference; signals, an alias, a run."""
+    """Return forty documents in shards; a stage that drops the first ten and changes the last by reference; signals, an alias, a run."""
     patch = pytest.MonkeyPatch()
     small_shards(patch, "documents", size=400)
     store = Store.open(tmp_path_factory.mktemp("database") / "a [store] of 'mine'")
@@ -39,7 +39,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Artifact, A
 
 
 def asked(store: Store, query: str) -> list[tuple]:
-    """The rows of a query, which `catalog` and a client of the file agree on."""
+    """Return the rows of a query, which must be the same from `catalog` and from a client of the file."""
     with catalog.Catalog(store) as opened, duckdb.connect(f"{store.uri}/{database.FILE}", read_only=True) as client:
         found = client.sql(query).fetchall()
         assert [tuple(row.values()) for row in catalog.run(opened, query).to_pylist()] == found
@@ -87,7 +87,7 @@ def test_a_key_leaves_other_artifacts_unread(filled: tuple[Store, Artifact, Arti
     with catalog.Catalog(store) as opened:
         opened.view("documents", "key_of()")
         plan = opened.connection.sql(f"explain analyze select count(text) from documents where artifact = key_of('{first.key}')").fetchall()[0][1]
-    # Of two artifacts one is read, and none of the files that say which of its rows the other keeps.
+    # Only one of two artifacts is read, without the files that select the other one's rows.
     assert "Row Groups" in plan and ".order" not in plan
 
 
@@ -98,7 +98,7 @@ def test_the_file_is_written_when_something_changed(tmp_path: Path) -> None:
     file = store.root / database.FILE
     with duckdb.connect(str(file), read_only=True) as reader:
         assert database.write(store) and not database.write(store)
-        # Who has the old file open keeps it; who opens it now has the new one.
+        # A client with the old file open keeps it; a client that opens the file now gets the new one.
         assert reader.sql("select count(*) from signals").fetchall() == [(0,)]
     with duckdb.connect(str(file), read_only=True) as reader:
         assert reader.sql("select words from signals").fetchall() == [(5,)]
@@ -137,7 +137,7 @@ def test_results_for_python(filled: tuple[Store, Artifact, Artifact]) -> None:
 
 
 def test_no_connection_draws_a_progress_bar(tmp_path: Path) -> None:
-    """A query of more than two seconds would draw one into a server's log."""
+    """A query of more than two seconds would draw a progress bar into a server's log."""
     with catalog.Catalog(Store.open(tmp_path)) as opened, tables.connect() as other:
         for connection in (opened.connection, other):
             assert connection.execute("select current_setting('enable_progress_bar')").fetchone() == (False,)

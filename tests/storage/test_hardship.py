@@ -1,4 +1,4 @@
-"""What a store bears: odd paths, a full disk, a store that may not be written, kills between any two steps, cut logs."""
+"""Failures that a store survives: unusual paths, a full disk, a read-only store, kills between any two steps, truncated logs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_a_store_may_lie_at_any_path(tmp_path: Path, name: str) -> None:
 
 
 class Killed(BaseException):
-    """Nothing runs after it: every later change of the disk fails too."""
+    """An error after which nothing works: every later change of the disk fails too."""
 
 
 @pytest.fixture
 def no_finalizers() -> Iterator[None]:
-    """Keep the stores of earlier tests from being collected, and so from removing their files, while calls of `os` fail."""
+    """Prevent stores of earlier tests from being collected, and so from removing their files, while calls of `os` fail."""
     gc.collect()
     gc.disable()
     yield

@@ -1,4 +1,4 @@
-"""Projects: each has aliases of its own in one store; artifacts are everybody's."""
+"""Projects: each has its own aliases in one store; artifacts are shared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def signals(store: Store, name: str, count: int) -> Artifact:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Three corpora, each `corpus@latest` of its project."""
+    """Return a store with three corpora, each `corpus@latest` of its project."""
     store = Store.open(tmp_path)
     for project, count in TEXTS.items():
         within = store.within(project)
@@ -38,7 +38,7 @@ def test_each_project_has_its_own_alias_and_reaches_the_others_by_full_name(stor
         assert set(within.aliases()) == {"corpus@latest", *others}
         assert [within.resolve(a.id) for a in store.artifacts()] == store.artifacts()
     assert store.projects() == ["default", "law", "news"]
-    # Files lie where they always lay, so a store of before is the default project.
+    # The files' locations are unchanged, so an older store is the default project.
     assert (store.root / "refs/corpus/latest.json").exists()
     assert not Path(store.root, "refs/news").exists()
 

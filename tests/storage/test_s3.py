@@ -1,4 +1,4 @@
-"""What a store promises, on a disk and on an object store that fails now and then."""
+"""The guarantees of a store, on a disk and on an object store with occasional failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from puna.storage.store import files_of
 
 @pytest.fixture(params=["disk", "s3", "s3 with faults"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of an empty store."""
+    """Return the address of an empty store."""
     if request.param == "disk":
         return str(tmp_path / "store")
     uri = request.getfixturevalue("bucket")
@@ -29,7 +29,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def files(place: str) -> Files:
-    """The place of its files."""
+    """Return the files of the store at `place`."""
     return Store.open(place).files
 
 
@@ -129,7 +129,7 @@ def test_what_is_committed_is_found_read_and_queried(place: str, tmp_path: Path)
     assert database.write(store) and not database.write(store)
     (tmp_path / "copy.duckdb").write_bytes(store.files.read(database.FILE))
     with duckdb.connect(str(tmp_path / "copy.duckdb"), read_only=True) as client:
-        # As DuckDB's own S3 cannot be had without network: the same views with another address before the names.
+        # DuckDB's S3 extension cannot be installed offline: the same views are used, with another address before the names.
         client.execute(f"set variable store = '{store.files.sql(client)}'")
         assert client.sql("select words from newest.signals order by id").fetchall() == [(1,), (2,)]
         assert f"{place}/" in client.sql("select sql from duckdb_views() where view_name = 'signals'").fetchall()[0][0]
@@ -205,7 +205,7 @@ def test_damage_is_found_and_set_aside_and_made_again(place: str) -> None:
 
 
 class Killed(BaseException):
-    """Nothing runs after it."""
+    """An error after which nothing runs."""
 
 
 def test_a_kill_between_any_two_requests_leaves_a_whole_artifact_or_none(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

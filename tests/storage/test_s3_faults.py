@@ -1,4 +1,4 @@
-"""An object store that fails: each fault by itself, damage, lost leases, a small cache, credentials that nobody may see."""
+"""A failing object store: each fault alone, damage, lost leases, a small cache, and credentials that must stay hidden."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def signals(number: int) -> pa.Table:
 
 @pytest.fixture
 def files(bucket: str) -> S3Files:
-    """An empty store's files."""
+    """Return the files of an empty store."""
     return S3Files.at(bucket)
 
 
 class Once:
-    """A fault for the first request of a method to a name."""
+    """A fault for the first request with a given method and name."""
 
     def __init__(self, fault: str, method: str, name: str) -> None:
         self.fault, self.method, self.name, self.left = fault, method, name, 1
@@ -61,7 +61,7 @@ def test_each_fault_is_borne(files: S3Files, proxy: FaultProxy, fault: str) -> N
 
 
 def test_a_line_whose_answer_was_lost_is_in_the_log_once(files: S3Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another writer's line already stands behind it when it is tried again."""
+    """Even if another writer's line already follows it when the request is retried."""
     swap, lost = S3Files.swap, ["own"]
 
     def answer_lost(self: S3Files, name: str, data: bytes, version: str | None) -> bool:
@@ -146,7 +146,7 @@ def test_a_lease_that_stands_still_is_taken_over_and_the_late_holder_commits_not
     files.write("work/k/one", b"one")
     as_machine(monkeypatch, "one")
     with files.lease("aak"):
-        # What the holder renews with does not reach the server any more.
+        # The holder's renewals no longer reach the server.
         proxy.chosen = lambda method, target: "403" if method == "PUT" and target.endswith("/aak") else None
         as_machine(monkeypatch, "other")
         with pytest.MonkeyPatch.context() as patch:

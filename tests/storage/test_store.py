@@ -1,4 +1,4 @@
-"""The store: commits, hits, races, aliases, damage, garbage."""
+"""The store: commits, reuse, races, aliases, damage, garbage collection."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> Non
     one, two, three = (store.import_table("signals", signals(["a"], [n])) for n in (1, 2, 3))
     store.set_alias("kept@latest", one)
     store.record("run", made("two", two))
-    # A run that made nothing does not push another out.
+    # A run that made nothing does not replace another one.
     store.record("vain", runs.start_event("curate"))
     store.record("vain", runs.failure_event("no such file"))
     found = maintenance.collect(store, keep_runs=1, work_days=1, remove=True)
@@ -283,7 +283,7 @@ def test_abandoned_work_is_what_nobody_holds_or_wrote_to_lately(tmp_path: Path) 
         with store.work(key) as work:
             (work.scratch / "training" / "steps").mkdir(parents=True)
             aged(store.root / work.place, 30)
-    # A checkpoint far below changes no time of the folders above it.
+    # A checkpoint deep in a folder does not change the times of the folders above it.
     deep = store.root / "work" / keys["deep"]
     (deep / "scratch" / "training" / "steps" / "100.bin").write_bytes(b"x")
     for folder in (deep, deep / "scratch", deep / "scratch" / "training"):
@@ -321,7 +321,7 @@ def test_gc_leaves_what_another_live_process_has_and_what_that_was_made_from(tmp
     with script.work("f" * 64) as work:
         work.add("signals", signals(["a"], [2]), "x")
         made = work.commit("signals", "f" * 64, Identity("stage", inputs=[InputRecord("signals", "signals", source.key, source.data_digest)]))
-    script.holding.release()  # as a script that began later and found the second artifact alone
+    script.holding.release()  # as a script that started later and used only the second artifact
     script.holding.add(made.key)
     assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == [] and script.find("signals", made.key) == made
     assert len(list((tmp_path / "runs").glob("held-*"))) == 1
@@ -405,7 +405,7 @@ def test_what_only_moved_is_no_change_that_is_told() -> None:
     before = manifest(code={"a.f": "1", "a.g": "2", "a:words.txt": "3", "meaning": "m"})
     now = manifest(code={"b.f": "1", "b.g": "4", "b:../data/words.txt": "3", "meaning": "n"}, code_version="e")
     assert [str(c) for c in changes(before, now)] == ["code a.g no longer reached", "code b.g new"]
-    assert changes(before, manifest(code={"b.f": "1", "meaning": "m"})) == []  # one version: one meaning
+    assert changes(before, manifest(code={"b.f": "1", "meaning": "m"})) == []  # an equal version means equal meaning
 
 
 def test_explain_compares_with_the_nearest_earlier(tmp_path: Path) -> None:

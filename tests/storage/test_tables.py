@@ -1,4 +1,4 @@
-"""Tables in shards: the bytes do not tell who wrote which piece; rows kept by reference read like rows of one's own; the exchange."""
+"""Tables in shards: the bytes do not depend on who wrote which piece; rows kept by reference read like copied rows; the exchange."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_row_has_one_digest_wherever_it_lies(first: list[Any], second: list[An
 
 
 def selected(store: Store, base: Artifact, keep: list[bool], changed: list[int], stage: str) -> Artifact:
-    """The rows of `base` that are kept, some of them with another text, as a stage makes them."""
+    """Return the kept rows of `base`, some of them with a changed text, as a stage makes them."""
     from puna.stages.contract import Documents, StageConfig, execute
     from puna.stages.contract import stage as declare
 
@@ -161,7 +161,7 @@ def test_rows_kept_by_reference_are_those_rows(tmp_path: Path, monkeypatch: pyte
         plain = other.import_table("documents", expected)
         assert current.read().equals(plain.read()) and current.damage() == []
         assert current.record().sources and current.manifest.metrics["characters"] == plain.manifest.metrics["characters"]
-        # Reuse goes by content, however the rows are kept; the cut belongs to it.
+        # Reuse depends on content, however the rows are stored; the cut into shards is part of it.
         again = selected(other, plain, [True] * plain.rows(), [], f"whole{seed}{step}")
         if plain.record().cut == current.record().cut:
             assert current.record().digest == plain.record().digest == again.record().digest
@@ -240,7 +240,7 @@ def test_ids_that_are_missing_or_too_many(tmp_path_factory: pytest.TempPathFacto
 def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, seed: int, piece: int, file: int, level: int
 ) -> None:
-    """In the order of jobs, however many rows are packed together or lie in one file, and on one level or two (of 3, 3 and 2)."""
+    """Rows are in the order of jobs, for any number of rows packed together or in one file, and on one level or two (of 3, 3 and 2)."""
     monkeypatch.setattr(exchange, "PIECE_BYTES", piece)
     monkeypatch.setattr(exchange, "MAP_BYTES", file)
     monkeypatch.setattr(exchange, "LEVEL", level)
@@ -270,7 +270,7 @@ def test_an_exchange_gives_each_row_once_to_the_partition_of_its_key(
 
 @pytest.mark.parametrize(("partitions", "pieces"), [(2, 8), (64, 2), (1024, 1)])
 def test_what_a_job_holds_does_not_grow_with_the_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int, pieces: int) -> None:
-    """64 kB of rows: packed by 8 kB, or by 32 kB where pieces of 8 kB would be shorter than 512 bytes, or once."""
+    """64 kB of rows: packed by 8 kB, or by 32 kB if pieces of 8 kB would be shorter than 512 bytes, or all at once."""
     for name, value in {"PIECE_BYTES": 4 << 10, "HELD_BYTES": 8 << 10, "LEAST_PIECE": 512}.items():
         monkeypatch.setattr(exchange, name, value)
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
@@ -283,7 +283,7 @@ def test_what_a_job_holds_does_not_grow_with_the_partitions(tmp_path: Path, monk
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_a_file_are_the_same_however_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """In order each row group is read once, though pieces of it are asked for; of more files than are kept begun, more often."""
+    """In order, each row group is read once, even if pieces of it are requested; with more files than are kept open, more often."""
     random = np.random.default_rng(seed)
     groups = tuple(random.integers(1, 9, 6).tolist())
     table = pa.table({"id": [f"{n:04d}" for n in range(sum(groups))], "text": [f"text {n}" for n in range(sum(groups))]})
@@ -311,7 +311,7 @@ def test_rows_of_a_file_are_the_same_however_they_are_asked_for(tmp_path: Path, 
 
 @pytest.mark.parametrize("place", [-1, 2, 1 << 16, None])
 def test_a_row_of_a_partition_that_is_not_there_is_refused(tmp_path: Path, place: int | None) -> None:
-    """It was lost without a word."""
+    """Such a row used to be lost silently."""
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
     with pytest.raises(PunaError, match="there are 0 to 1"):
         scatter(Scatter(staging, "job", "place", 2, range(2)), pa.table({"place": pa.array([0, place, 1], pa.int32())}), lambda: None)

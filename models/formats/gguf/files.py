@@ -23,7 +23,7 @@ FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # `genera
 ELEMENTS = 1 << 21
 """Maximum elements of all arrays: two million, enough for half a million tokens with their merges, scores and types."""
 DIMENSIONS = 4
-DAMAGED = "is no GGUF file, or a damaged one"
+DAMAGED = "is not a GGUF file, or a damaged one"
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type of number
 STRING, ARRAY = 8, 9
 
@@ -38,7 +38,7 @@ class GgufFile:
         try:
             self._reader = GGUFReader(path)
         except (ValueError, LookupError, OSError) as error:
-            raise ValueError(f"is no GGUF file, or a damaged one: {error}") from error
+            raise ValueError(f"is not a GGUF file, or a damaged one: {error}") from error
         self.fields = {name: field.contents() for name, field in self._reader.fields.items()}
         prefix = f"{self.fields.get('general.architecture')}."
         self._shape = {name.removeprefix(prefix): value for name, value in self.fields.items()}
@@ -82,7 +82,7 @@ class GgufFile:
 
 def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
     """Write a language model as a GGUF file. Matrices keep their dtype, vectors are float32. Raise ValueError if the shape or the tokenizer
-    has no form in GGUF; nothing is written then."""
+    cannot be stored in GGUF; nothing is written then."""
     import gguf
 
     architecture, shape, frequencies = config_fields(config)
@@ -92,7 +92,7 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
         tensors["rope_freqs.weight"] = frequencies
     dtype = state["model.embed_tokens.weight"].dtype
     if dtype not in FILE_TYPES:
-        raise ValueError(f"weights of {dtype} have no form in GGUF")
+        raise ValueError(f"weights of {dtype} cannot be stored in GGUF")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_file_type(FILE_TYPES[dtype])
     for name, value in {**{f"{architecture}.{name}": value for name, value in shape.items()}, **words}.items():
@@ -149,7 +149,7 @@ class _Walk:
 
     def check(self) -> None:
         if self.data[:4] != b"GGUF":
-            raise ValueError("is no GGUF file: it does not begin with GGUF")
+            raise ValueError("is not a GGUF file: it does not begin with GGUF")
         self.number("I")
         tensors, fields = self.number("Q"), self.number("Q")
         self.room(13 * fields, f"{fields:,} fields")
@@ -201,7 +201,7 @@ class _Walk:
                 for _ in range(count):
                     self.skip(self.number("Q"), name)
             else:
-                raise ValueError(f"{name[:80]!r} is an array of type {inner}, which is not read here")
+                raise ValueError(f"{name[:80]!r} is an array of type {inner}, which is not supported")
         else:
             raise ValueError(f"{DAMAGED}: {name[:80]!r} is of the unknown type {kind}")
 

@@ -86,7 +86,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges += [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         if len(merges) > MERGES:
-            raise ValueError(f"tokenizer.ggml.tokens has more than {MERGES:,} merges, the most that are read")
+            raise ValueError(f"tokenizer.ggml.tokens has more than {MERGES:,} merges, the maximum")
     unknown_id = fields.get("tokenizer.ggml.unknown_token_id")
     unknown = None if unknown_id is None else tokens[unknown_id]
     backend = tokenizers.Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -103,7 +103,7 @@ def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     would tokenize texts differently."""
     raw = json.loads(tokenizer.backend.to_str())
     if raw["model"]["type"] != "BPE":
-        raise ValueError(f"a tokenizer of the kind {raw['model']['type']} has no form in GGUF")
+        raise ValueError(f"a tokenizer of the kind {raw['model']['type']} cannot be stored in GGUF")
     if tokenizer.vocab_size > rows:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows")
     added_tokens = {token["id"]: token for token in raw["added_tokens"]}
@@ -157,7 +157,7 @@ def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], mer
     """Return a SentencePiece tokenizer's fields; a piece's score falls with its first merge's rank. Set BYTE and UNKNOWN in `types`."""
     normalizer = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
     if not raw["model"].get("byte_fallback") or '"▁"' not in normalizer:
-        raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does has no form in GGUF")
+        raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does cannot be stored in GGUF")
     if '"prepend_scheme": "first"' in normalizer:
         raise ValueError(
             "llama.cpp puts SentencePiece's blank before a text always or never, this tokenizer (prepend_scheme first) at the "

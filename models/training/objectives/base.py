@@ -1,4 +1,4 @@
-"""The common part of objectives: their target tokens, and the totals by which a step's sums are divided.
+"""The common part of objectives: target tokens, and the totals by which a step's sums are divided.
 
 Without dropout or experts, splitting a step into micro-batches changes gradients only by rounding. Objectives count denominators (`totals`:
 tokens, answers, pairs) without the model. The loop adds these counts over the step, and every micro-batch divides its sums by the totals.
@@ -145,7 +145,7 @@ class Targets:
         return torch.arange(len(self.tokens), device=self.tokens.device) - before.repeat_interleave(self.lengths)
 
     def sum_by_answer(self, values: Tensor) -> Tensor:
-        """Return the sums of [N] values over each answer's unmasked targets -> [A]; 0 without such targets."""
+        """Return the sums of `values` [N] over each answer's unmasked targets, [A]; 0 for an answer without such targets."""
         return sum_segments(torch.where(self.mask, values, values.new_zeros(())), self.lengths)
 
     def to(self, device: torch.device | str) -> Targets:
@@ -177,8 +177,8 @@ def _join(parts: list[np.ndarray[Any, Any]], dtype: DTypeLike) -> np.ndarray[Any
 
 
 def sum_segments(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums of consecutive runs: values [N], lengths [A] int64 that add up to N -> [A]. A segmented reduction is used, because
-    on a GPU the atomics of `index_add` add in a different order each time."""
+    """Return the sums [A] of consecutive runs of `values` [N]; `lengths` [A] int64 add up to N. A segmented reduction is used, because on a
+    GPU the atomics of `index_add` add in a different order each time."""
     if not len(lengths):
         return values.new_zeros(0)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)

@@ -42,7 +42,7 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
 
 
 def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Baseline) -> Tensor:
-    """Return the advantages [n] of all tokens of a prompt's answers, answer by answer, from the rewards of the answers' steps.
+    """Return the advantages [tokens] of a prompt's answers, answer by answer, from the rewards of the answers' steps.
 
     steps: for each answer, (number of tokens up to a step's end, the step's reward); the last step ends the answer. `group_advantages`
     turns the rewards of all steps into advantages; a token's advantage is the sum over its own and later steps (Shao et al., 4.1.3).

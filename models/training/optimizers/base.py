@@ -1,6 +1,6 @@
 """The base class of optimisers, which declare their parameters, state per weight, memory and default learning rate.
 
-No file of this folder imports torch before an update is computed: forms and checks before a run read the declarations.
+No file of this folder imports torch before an update is computed, because forms and preflight checks read the declarations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Updated = tuple["Tensor", "Tensor", Mapping[str, "Tensor"]]
 """A weight, its gradient and its state."""
 SMALL = 1024
-"""Minimum number of elements of a state tensor that is kept in a file."""
+"""Minimum number of elements at which a state tensor is moved to a file."""
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "puna.optimizers")
 
 
@@ -37,7 +37,7 @@ class Group:
 
 
 class Optimizer(ABC):
-    """A rule that updates weights by their gradients. A subclass is registered by its `name`.
+    """An optimiser, which updates weights from their gradients. A subclass is registered by its `name`.
 
     name            the value of `optimizer.name` in a recipe
     description     a clause for the help of that setting
@@ -107,7 +107,7 @@ def _map_to_file(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     with tempfile.NamedTemporaryFile(prefix="puna-moments-") as file:
         try:
-            if hasattr(os, "posix_fallocate"):  # macOS lacks it: there a full disk ends the process at a write
+            if hasattr(os, "posix_fallocate"):  # macOS lacks posix_fallocate: there, a full disk ends the process at a later write
                 os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
         except OSError as error:
             need = f"{tensor.nbytes / 1e9:.3g} GB of an optimizer's state"

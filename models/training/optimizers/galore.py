@@ -20,7 +20,7 @@ Scale = Annotated[float, Field(gt=0, le=10, description="Factor of the learning 
 
 
 class GaLore(Optimizer):
-    """AdamW on gradients projected to `rank` directions of a matrix's shorter side. A gradient sets the projection every `every` steps.
+    """AdamW on gradients projected to `rank` directions of a matrix's shorter side. The directions are renewed every `every` steps.
 
     With the top r left singular vectors P [M, r] of a gradient G [M, N], M <= N (else of its transpose): w <- (1 - lr decay) w -
     lr scale P adam(P^T G). The moments stay when P changes. State: `step`, `projection` P, and the moments [r, N] `exp_avg` and

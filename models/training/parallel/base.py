@@ -24,7 +24,7 @@ from puna.models.training.parallel.mesh import Mesh, broadcast_text, buckets, by
 from puna.models.training.state import Job, load_state, write_state
 
 Part = tuple[Any, bool]
-"""A micro-batch and a flag, False if its loss does not count: a rank with too few micro-batches adds the step's smallest, uncounted."""
+"""A micro-batch, and False if its loss does not count: a rank with too few micro-batches repeats the step's smallest, uncounted."""
 Values = dict[str, Tensor]
 Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
 """A function that returns a model's loss and metrics on a micro-batch, as shares of the step's loss and metrics."""
@@ -51,7 +51,7 @@ class Piece:
         return Piece(tuple(weight.shape), tuple((0, size) for size in weight.shape), **own)
 
     def counts(self, at: Mapping[str, int]) -> bool:
-        """True if the rank at the places `at` (axis → place) is the first rank that holds this piece."""
+        """True if the rank with the coordinates `at` (axis → place) is the first rank that holds this piece."""
         return not self.copy and all(place == 0 or axis in self.cut for axis, place in at.items())
 
     def slices(self) -> tuple[slice, ...]:
@@ -180,7 +180,7 @@ class Parallel:
 
     @torch.no_grad()
     def publish(self, values: Mapping[str, Tensor]) -> None:
-        """Write the weights `values`, which are this rank's pieces, into the whole model. With one process, do nothing."""
+        """Write the weights `values`, this rank's pieces, into the whole model. With one process, do nothing."""
         if self.processes == 1:
             return
         cut = self.model is not self.whole

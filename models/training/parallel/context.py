@@ -57,7 +57,7 @@ def deal(depths: Tensor, ranks: int) -> Deal:
 
 
 class ContextTransformer(CutTransformer):
-    """A model of which each rank computes some tokens of each forest, on CPUs only; objectives see whole tensors."""
+    """A model in which each rank computes some tokens of each forest, on CPUs only; objectives see whole tensors."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         super().__init__(whole, mesh)

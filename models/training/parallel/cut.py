@@ -1,4 +1,4 @@
-"""Models of which each rank holds a piece of the weights, or computes some tokens."""
+"""Models in which each rank holds a piece of the weights, or computes some of the tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from puna.models.transformer import Transformer
 
 
 class Cut(Parallel):
-    """A `Transformer` of which each rank has a piece (layouts `tensor` and `expert`) or computes some tokens (layout `context`)."""
+    """A `Transformer` whose ranks hold pieces (layouts `tensor` and `expert`) or compute some of the tokens (layout `context`)."""
 
     def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
         super().__init__(whole, mesh, device)

@@ -72,7 +72,7 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """Return, in words: fp32, recomputed layers, and the shares of the step's time that are not spent on computing."""
+        """Return a description: whether in fp32 or with recomputed layers, and the shares of the step's time not spent computing."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
         said = ["compute.precision fp32"] * (self.work.precision == "fp32") + ["computes each layer twice"] * self.work.checkpointing
@@ -99,7 +99,7 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     transfers = _transfers(config, work, layout, sheet, tokens) * share
     counts = parameters(config)
     held = (counts.total - counts.experts * (1 - 1 / layout.expert)) / (layout.tensor * stages)
-    # A pipeline's stages keep their weights gathered for a step; else each micro-batch gathers twice and scatters its gradients.
+    # Pipeline stages keep their weights gathered for a step; otherwise each micro-batch gathers weights twice and scatters gradients once.
     gathered = 3 * BYTES[work.precision] * held * (1 - 1 / layout.shard) / _speed(layout, "shard", sheet) if layout.shard > 1 else 0.0
     exposed = max(0.0, gathered * micro - HIDDEN * micro * compute) if stages == 1 else max(0.0, gathered - HIDDEN * micro * compute)
     summed = 2 * (1 - 1 / layout.data) * 4 * held / layout.shard / _speed(layout, "data", sheet) if layout.data > 1 else 0.0
@@ -107,7 +107,7 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
         shared = (counts.total - counts.experts) / layout.shard
         summed += 2 * (1 - 1 / layout.expert) * 4 * shared / _speed(layout, "expert", sheet)
     update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank updates only its own boxes
-    absent = -micro % stages * (1 if micro < stages else 2 / 3)  # of the last group that passes a rank's stages, both ways or backward
+    absent = -micro % stages * (1 if micro < stages else 2 / 3)  # of the last group: both passes or only the backward one
     bubble = (stages - 1 + absent * (layout.virtual_stages - 1)) / layout.virtual_stages * (compute + transfers)
     needed = process_bytes(config, work, layout, tokens, micro, whole)
     transfers = micro * transfers + exposed + summed
@@ -126,14 +126,14 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
     """Return the seconds of one micro-batch's exchanges of rows, in all layers; computing waits for the exchanges."""
     element, seconds = BYTES[work.precision], 0.0
     passes = 3 if work.checkpointing else 2
-    if layout.tensor > 1:  # two gatherings and two scatterings of the rows in each pass through a layer
+    if layout.tensor > 1:  # each pass through a layer gathers and scatters the rows twice
         moved = 4 * passes * element * tokens / layout.context * config.hidden_size * (1 - 1 / layout.tensor)
         seconds += config.num_hidden_layers * moved / _speed(layout, "tensor", sheet)
     if layout.context > 1:  # keys and values
         width = config.num_key_value_heads * (config.head_dim + config.value_dim) / layout.tensor
         moved = passes * element * tokens * width * (1 - 1 / layout.context)
         seconds += config.num_hidden_layers * moved / _speed(layout, "context", sheet)
-    if layout.expert > 1 and config.moe is not None:  # each token's rows to its experts and back
+    if layout.expert > 1 and config.moe is not None:  # each token's rows, sent to its experts and back
         moved = 2 * passes * element * tokens * config.moe.num_experts_per_tok * config.hidden_size * (1 - 1 / layout.expert)
         seconds += config.num_hidden_layers * moved / _speed(layout, "expert", sheet)
     return seconds

@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 class Groups:
-    """The two groups, as one of their ranks sees them.
+    """The two groups, from the point of view of one rank.
 
     generate: number of ranks that only sample; 0: all ranks train and sample. tensor: number of sampling ranks that hold one model.
     members: the processes, by their rank in the default group; None: all. `mesh`: the ranks of this rank's group; `sampling`: the ranks
@@ -142,13 +142,13 @@ class Groups:
                 if beats.get(rank) != beat:
                     beats[rank], since[rank] = beat, now
                 elif now - since[rank] > meshes.TIMEOUT.total_seconds():
-                    raise dist.DistError(f"{who} has shown no sign of life for {now - since[rank]:.0f} s")
+                    raise dist.DistError(f"{who} has sent no heartbeat for {now - since[rank]:.0f} s")
             time.sleep(POLL)
         raise AssertionError
 
 
 def _in_pieces(layout: Layout) -> bool:
-    """True if ranks sample from the layers that they train, which is tested only on CPUs: log-probs are bit-identical to one process."""
+    """True if ranks sample from their pieces of the model. This is tested only on CPUs, with log-probs bit-identical to one process."""
     return layout.axes <= {"data", "pipeline"} and layout.virtual_stages == 1 and not torch.cuda.is_available()
 
 

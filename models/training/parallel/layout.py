@@ -1,6 +1,6 @@
 """The layout of a training run: the numbers of processes over which its batch, weights, layers and tokens are split.
 
-Nothing here imports torch: forms and checks before a run read this module.
+Nothing here imports torch, because forms and preflight checks read this module.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Layout(Settings):
 
 def _tensor(config: ModelConfig, size: int) -> str | None:
     if config.moe is not None or config.mla is not None:
-        return "a model with experts or latent attention is not cut by matrices"
+        return "a model with experts or latent attention cannot be split by matrices"
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (count := getattr(config, name)) % size:
             return f"{name} is {count}, which it must divide"

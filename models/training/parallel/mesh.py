@@ -65,13 +65,13 @@ def join(device: str = "cpu") -> None:
     except (TimeoutError, RuntimeError) as error:
         hint = "; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface at which the others reach it"
         which = str(error).splitlines()[0] + hint * isinstance(error, RuntimeError)
-        raise ConnectionError(f"rank {rank} of {world} found the store at {host}:{port}, and no connection to all: {which}") from error
+        raise ConnectionError(f"rank {rank} of {world} found the store at {host}:{port}, but could not connect to all: {which}") from error
 
 
 def _attempt(store: Any, rank: int, world: int) -> str:
     """Return the name that rank 0 draws for this start of all ranks, once all have learned it. Raise TimeoutError if a rank does not come.
 
-    An agent's store still has the keys of earlier starts, which each agent counts for itself: so rank 0 answers a random word of each rank.
+    An agent's store keeps the keys of earlier starts, and no start number is common to all agents: so each rank asks with a random word.
     """
     own, until = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds()
     if rank:
@@ -94,7 +94,7 @@ def _attempt(store: Any, rank: int, world: int) -> str:
 
 
 def is_of_exchange(error: RuntimeError) -> bool:
-    """True if an error is of an exchange between ranks, not of this rank's own work. Gloo's errors have no class, but name its files."""
+    """True if an error comes from an exchange between ranks. Gloo's errors have no class of their own, but name its source files."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
@@ -194,7 +194,7 @@ class Mesh:
         except Exception as problem:  # noqa: BLE001 (raised once the others know)
             error = problem
         if self.agree(error is not None):
-            raise error or OSError("another rank could not read or write its part of the training's state")
+            raise error or OSError("another rank could not read or write its part of the training state")
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, in order of rank."""
@@ -278,7 +278,7 @@ def buckets(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """Return the indices of each part's items. The costliest item goes first, to the least loaded part (LPT rule, Graham 1969)."""
+    """Return the indices of each part's items. The costliest items are assigned first, to the least loaded part (LPT rule, Graham 1969)."""
     loads, shares = [0] * parts, [list[int]() for _ in range(parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least = loads.index(min(loads))
@@ -288,11 +288,11 @@ def by_load(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def cut(size: int, parts: int) -> int:
-    """Return the length of each of `parts` parts of `size` rows; only the last parts may be shorter or empty."""
+    """Return the rows per part if `size` rows are divided into `parts` parts; only the last parts may be shorter or empty."""
     return math.ceil(size / parts)
 
 
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Return the start and stop of part number `part` when `size` rows are cut into `parts` parts."""
+    """Return the start and stop of part number `part` if `size` rows are divided into `parts` parts (see `cut`)."""
     step = cut(size, parts)
     return min(part * step, size), min((part + 1) * step, size)

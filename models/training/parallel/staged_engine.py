@@ -91,7 +91,7 @@ class StagedEngine(Wave):
         memory: int | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         if held.mesh.layout.virtual_stages > 1:
-            raise ValueError(f"the layout {held.mesh.layout}: answers pass one stage of a process; leave virtual_stages out")
+            raise ValueError(f"the layout {held.mesh.layout}: generation runs one stage per process; leave virtual_stages out")
         stages, layers = held.mesh.size("pipeline"), held.held.config.num_hidden_layers
         room = generation_room(held.device, sequences, step_tokens, memory)
         # The same number of pages on each stage, whatever its number of layers.

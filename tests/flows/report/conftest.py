@@ -1,4 +1,4 @@
-"""A store with the artifacts of a whole run, made without any stage; its texts are hostile."""
+"""A store with the artifacts of a whole run, built without running any stage; its texts are hostile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Rows = list[dict[str, Any]]
 
 
 def rows(columns: str, values: Iterable[tuple[Any, ...]]) -> Rows:
-    """Rows of a table from tuples."""
+    """Return the rows of a table from tuples."""
     return [dict(zip(columns.split(), row, strict=True)) for row in values]
 
 
@@ -40,7 +40,7 @@ def figure(title: str, x: str, y: str, kind: str, **series: list[tuple[Any, floa
 
 
 class Built:
-    """The store and the run; `add` records a step."""
+    """A store with a run under construction; `add` records a step."""
 
     def __init__(self, root: Path, run: str = "20240501T100000-pipeline-abc123") -> None:
         self.store, self.run, self.random = Store.open(root), run, random.Random(7)
@@ -50,7 +50,8 @@ class Built:
     def add(
         self, step: str, given: dict[str, Any] | None = None, stage: str = "", seconds: float = 1.0, reused: bool = False, **made: Any
     ) -> Artifact:
-        """A step's artifact. `given`: artifacts, lists of them or names of files; `made`: rows of tables, metrics, figures."""
+        """Return a step's artifact, added to the run. `given`: artifacts, lists of them or names of files; `made`: rows of tables, metrics,
+        figures."""
         stage = stage or step.rstrip("_0123456789")
         kind = KINDS.get(stage, "documents")
         about = {name: made.pop(name) for name in ("metrics", "figures") if name in made}
@@ -67,7 +68,7 @@ class Built:
                 if table:
                     work.add(name, pa.Table.from_pylist(table, schema=loose), "part")
             if kind == "model":
-                # Content of its own: answers name their model by it.
+                # Each model has distinct content, because answers refer to their model by it.
                 (work.output / "config.json").write_text(json.dumps({"step": step}))
             about |= {"run": self.run, "timings": {"seconds": seconds}, "peak_memory_bytes": int(4e8 + 1e8 * seconds)}
             artifact = work.commit(kind, identity.key, identity, **about)
@@ -77,7 +78,7 @@ class Built:
         return artifact
 
     def filtered(self, step: str, table: Rows, rules: dict[str, float | None], share: float, **made: Any) -> Rows:
-        """A step on `documents` that drops a share of the rows by its rules; returns those it keeps."""
+        """Add a step on `documents` that drops a share of the rows by its rules; return the rows that it keeps."""
         draw, kept, dropped = random.Random(step), [], []
         for row in table:
             if draw.random() < share:
@@ -94,18 +95,18 @@ class Built:
         return kept
 
     def documents(self, step: str, table: Rows, **made: Any) -> None:
-        """A step from the documents so far to `table`."""
+        """Add a step that turns the current documents into `table`."""
         given = made.pop("given", None) or {"documents": self.at["documents"]}
         self.at["documents"] = self.at[step] = self.add(step, given, documents=table, **made)
 
     def text(self, words: int) -> str:
-        """Random words, some of them hostile."""
+        """Return random words, some of them hostile."""
         body = " ".join(self.random.choice(POOL) for _ in range(words))
         return body + (EVIL if self.random.random() < 0.2 else "") + "\n" + NAV + body[:60]
 
 
 def curated(b: Built) -> None:
-    """Pages to documents, with every side table that the report shows."""
+    """Add the steps from pages to documents, with every side table that the report shows."""
     asked = [(f"p{i:02}", "sum", "heldout", asking(f"What is {i} + {i}? {EVIL}"), str(2 * i), None) for i in range(20)]
     b.add("prompts", prompts=rows("id task split messages reference verifier", asked))
     when, texts = datetime(2024, 5, 1, tzinfo=UTC), []
@@ -152,7 +153,7 @@ def curated(b: Built) -> None:
 
 
 def log_of(steps: int, **columns: float) -> Rows:
-    """A training log whose loss falls, with noise."""
+    """Return a training log whose loss falls, with noise."""
     draw, found = random.Random(steps), []
     for s in range(1, steps + 1):
         more = {name: value * s / steps + 0.1 * draw.gauss(0, 1) for name, value in columns.items()}
@@ -164,7 +165,7 @@ def log_of(steps: int, **columns: float) -> Rows:
 
 
 def pretrained(b: Built) -> None:
-    """Tokenizer to base model, with the experiments before it."""
+    """Add the steps from tokenizer to base model, and the experiments before them."""
     documents, domains = b.at["documents"], b.at["domains"]
     texts = documents.read(columns=["id", "text"]).to_pylist()
     types = ("science", "code", "news")
@@ -199,7 +200,7 @@ def pretrained(b: Built) -> None:
 
 
 def judge(b: Built, step: str, model: Artifact, accuracy: float, more: dict[str, Artifact] | None = None) -> None:
-    """An evaluation; with documents (`more`) also bits per byte."""
+    """Add an evaluation; with documents (`more`), also bits per byte."""
     found = []
     for n, task in enumerate(("all", "sum", "sort", EVIL)):
         value = min(1.0, accuracy * (1 + 0.1 * n))
@@ -221,12 +222,12 @@ def judge(b: Built, step: str, model: Artifact, accuracy: float, more: dict[str,
 
 
 def said(question: str, answer: str) -> str:
-    """A conversation of two turns."""
+    """Return a conversation of two turns."""
     return dump([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
 
 
 def aligned(b: Built, rounds: int = 2) -> None:
-    """Supervised finetuning, then rounds."""
+    """Add supervised finetuning, then rounds."""
     instruction = "id prompt_id task split messages source score"
     gold = b.add(
         "instructions", {"prompts": b.at["prompts"]}, instructions=rows(instruction, [("i1", "p01", "sum", "train", said("1+1", "2"), "gold", None)])
@@ -269,7 +270,7 @@ def aligned(b: Built, rounds: int = 2) -> None:
 
 
 def everything(root: Path) -> Built:
-    """A finished run of 47 steps."""
+    """Return a finished run of 47 steps."""
     b = Built(root)
     curated(b)
     pretrained(b)

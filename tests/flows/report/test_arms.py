@@ -1,4 +1,4 @@
-"""What a round earned over its control arms: the strongest one counts, prompt by prompt."""
+"""The gain of a round over its control arms: the strongest arm counts, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from puna.storage import Artifact
 
 
 class Made:
-    """Stands for an artifact of a stage with metrics, and for the record of it as an input."""
+    """A stub of an artifact made by a stage with metrics, and of its record as an input."""
 
     every: ClassVar[dict[str, Made]] = {}
 
@@ -28,7 +28,7 @@ class Made:
 
 
 class Evaluation:
-    """Stands for an artifact: 100 prompts, of which those from `first` on, `right` of them, are answered rightly.
+    """A stub of an evaluation: 100 prompts, of which `right`, starting at number `first`, have right answers.
 
     `of`: the artifact that was evaluated.
     """
@@ -60,13 +60,13 @@ def test_the_strongest_control_counts_and_arms_of_a_round_stay_together() -> Non
     assert list(second.scores) == ["before", "gold", "round"]
     claims = {claim.name: claim for claim in first.claims()}
     whole = claims["the round over its strongest control"]
-    # The round without its last training counts among its controls.
+    # The round without its last training step is one of its controls.
     assert whole.control == "untaught" and whole.gain.value == pytest.approx(0.1) and whole.verdict == "earned"
     assert claims["its last training"].control == "untaught" and claims["its last training"].gain.value == pytest.approx(0.1)
     assert claims["RL in its place over the strongest control"].gain.value == pytest.approx(-0.05)
     assert claims["DPO in place of RL over its strongest control"].gain.value == pytest.approx(-0.2)
     assert "the reward model's pick over a random one" not in claims
-    # Round 2 against gold: .70 against .65, but on other prompts: 30 won, 25 lost, 45 alike.
+    # Round 2 against gold: .70 against .65, but on other prompts: 30 wins, 25 losses, 45 ties.
     (late,) = [claim for claim in second.claims() if claim.name == "the round over its strongest control"]
     assert late.control == "gold" and late.gain.value == pytest.approx(0.05) and late.verdict == "earned nothing"
     half = 1.984217 * ((55 - 100 * 0.05**2) / 99 / 100) ** 0.5
@@ -87,7 +87,8 @@ def test_a_part_that_costs_is_told_and_metrics_are_those_of_all_arms() -> None:
 
 
 def test_a_gain_is_earned_only_over_a_control_with_as_large_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RL has 100 + 900 checks, 40 labels, 5,000 + 9,000 tokens, 10 + 20 updates on 160 + 640 answers, whichever lineage they come by."""
+    """RL has 100 + 900 checks, 40 labels, 5,000 + 9,000 tokens, 10 + 20 updates on 160 + 640 answers, through whichever lineage it got
+    them."""
     monkeypatch.setattr(arms, "Artifact", lambda kind, key, files: Made.every[key])
     first = Made("sft", steps=50, trained_answers=800, seconds=9)
     sampled = Made("sample", (first,), checker_calls=100, sampled_tokens=5000)
@@ -104,12 +105,12 @@ def test_a_gain_is_earned_only_over_a_control_with_as_large_a_budget(monkeypatch
         assert one.budgets["round"] == arms.Budget(1000, 40, 14000, 30, 800, 70, 5) and one.budgets["before"] == arms.Budget()
         return next(claim for claim in one.claims() if claim.name == "the round over its strongest control")
 
-    # The strongest has a tenth of the checks: it is no control where another has all of them.
+    # The strongest arm has a tenth of the checks: it is no control while another arm has all of them.
     both = claimed(control_gold_1=Evaluation(55, of=control(0, 640)), control_checked_1=Evaluation(30, of=control(900, 640)))
     assert (both.control, both.budget_ratio, both.verdict) == ("checked", 1.0, "earned")
     small = claimed(control_gold_1=Evaluation(30, of=control(0, 640)))
     assert (small.budget_ratio, small.verdict) == (0.1, "more, for a larger budget")
-    # Of as many checks, a fifth fewer answers in the updates: 640 of 800.
+    # With as many checks, but a fifth fewer answers in the updates: 640 of 800.
     assert claimed(control_checked_1=Evaluation(30, of=control(900, 480))).budget_ratio == pytest.approx(0.8)
     unknown = claimed(control_checked_1=Evaluation(30, of=Made("sample", (first,))))
     assert (unknown.budget_ratio, unknown.verdict) == (None, "more, budgets unknown")

@@ -1,4 +1,4 @@
-"""The report says of itself which annotator and tasks its figures are of, and what answers without a model."""
+"""The report names the annotator and the tasks of its figures, and the baselines that answer without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages name models by arm and round, and gates by what they compare."""
+"""Names on pages: models by arm and round, gates by the models that they compare."""
 
 from __future__ import annotations
 

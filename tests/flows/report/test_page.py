@@ -1,4 +1,4 @@
-"""The report is one page that holds together whatever is in the store, and says what the tables say."""
+"""The report is one well-formed page for any content of the store, and its text agrees with the tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOID = {"meta", "br", "hr", "link", "input", "col", "wbr"}
 
 
 class Page(HTMLParser):
-    """Reads a page strictly: every element must be closed in order."""
+    """A strict reader of a page: every element must be closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_run_that_made_nothing_has_the_page_of_the_run_that_did(tmp_path: Path
     assert written_before(store, first) is None
     page = write(store, first, None)
     assert written_before(store, run("2-curate-b", "ab" * 32, reused=True)) == page
-    assert written_before(store, run("3-curate-c", "ab" * 32, reused=True)) == page  # the second has no page of its own
+    assert written_before(store, run("3-curate-c", "ab" * 32, reused=True)) == page  # the second run has no page
     assert written_before(store, run("4-curate-d", "ab" * 32, reused=False)) is None
     assert written_before(store, run("5-pipeline-e", "ab" * 32, reused=True, flow="pipeline")) is None
     assert written_before(store, run("6-curate-f", "cd" * 32, reused=True)) is None
@@ -193,7 +193,7 @@ def test_two_runs_are_set_side_by_side(built: Any, tmp_path: Path) -> None:
     lines, other = store.events("partial"), "20240502T100000-pipeline-ffffff"
     changed = next(made for made in lines if made.get("step") == "url_dedup")
     for made in lines:
-        # The other run's url_dedup gave what url_filter had given: another configuration, other rows.
+        # In the other run, url_dedup produced what url_filter produced here: another configuration and other rows.
         store.record(other, made | {"key": next(m for m in lines if m.get("step") == "url_filter")["key"]} if made is changed else made)
     file = write(store, other, None, compare="partial")
     assert file.name == f"partial-{other}.html"
@@ -243,7 +243,7 @@ def test_accuracies_stand_in_the_order_of_the_evaluations(built: Any) -> None:
 
 
 def cut(built: Any, root: Path, keep: int) -> Store:
-    """A store that shares the artifacts, with a run that was stopped after `keep` events."""
+    """Return a store that shares the artifacts, with a run that was stopped after `keep` events."""
     store = Store.open(root)
     shutil.rmtree(root / "objects")
     (root / "objects").symlink_to(built.store.root / "objects")
@@ -313,7 +313,7 @@ def test_a_reused_artifact_hangs_on_the_artifact_of_the_same_content(built: Any,
     first.add("ingest", pages=[row | {"content_type": "text/html", "charset": None, "body": b"llama"}])
     table = [row | {"title": None, "text": "llama"}]
     for step in ("extract", "url_filter", "pii"):
-        # Two steps that change nothing: the same content under other keys.
+        # Two steps that change nothing have the same content under different keys.
         first.documents(step, table, given={"documents": first.at["documents"]} if step != "extract" else {"pages": first.at["ingest"]})
     second = type(built)(tmp_path, "second")
     second.documents("extract", table, given={"pages": first.at["ingest"]})

@@ -99,7 +99,7 @@ def test_a_plot_stays_inside_its_box(kind: str, names: bool) -> None:
 
 
 def written(svg: str) -> list[tuple[float, float, str]]:
-    """Place and text of every value that a plot writes."""
+    """Return the position and text of every value that a plot shows."""
     found = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)" class="value(?: own)?" text-anchor="start">([^<]*)', svg)
     return [(float(x), float(y), said) for x, y, said in found]
 

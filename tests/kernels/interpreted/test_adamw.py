@@ -1,4 +1,4 @@
-"""AdamW's Triton version, which finds its tensors by a table of addresses, against the fp64 definition."""
+"""AdamW's Triton version, which finds its tensors through a table of addresses, compared with the fp64 definition."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_two_steps(monkeypatch, kinds, clip):
     generator = torch.Generator().manual_seed(0)
     shapes = [(5,), (0,), (3, 4), (130,), (1,)]
     low = [torch.randn(s, generator=generator).to(kinds[0]) for s in shapes]
-    low[3] = torch.cat([low[3], low[3]])[1:131]  # begins at no multiple of 16 bytes
+    low[3] = torch.cat([low[3], low[3]])[1:131]  # starts at an address that is not a multiple of 16 bytes
     exact = [p.double() for p in low]
     moments = [[torch.zeros(s) for s in shapes] for _ in range(2)]
     exact_moments = [[m.double() for m in part] for part in moments]

@@ -16,7 +16,8 @@ NESTED = [50] * 18 + [40] * 4 + [30] * 8 + [40] * 10 + [50] * 10 + [66] * 16
 
 @pytest.fixture(autouse=True, params=["pointers", "descriptors"])
 def small_blocks(request, monkeypatch):
-    """Blocks of 16 queries and 16 keys (32 keys for their gradients), so that short rows have many; read in either way."""
+    """Use blocks of 16 queries and 16 keys (32 keys for their gradients), so that short rows have many blocks; with and without
+    descriptors."""
     how = request.param == "descriptors"
     sizes = {
         "attention_forward": Configuration(16, 16, 4, 1, descriptors=how),

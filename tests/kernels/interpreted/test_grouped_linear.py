@@ -1,4 +1,4 @@
-"""Products by groups, Triton's versions: tiles found on the device, groups without rows, cut tiles."""
+"""Triton versions of the products by groups: tiles computed on the device, groups without rows, partial tiles."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_every_row_is_in_one_tile(offsets):
 
 @pytest.mark.parametrize("offsets", [[0, 20, 20, 37], [0, 0, 5, 37]])
 def test_the_librarys_product(within_budget, normal, monkeypatch, offsets):
-    """torch's own, which takes groups of any number of rows; it runs on CPU, too."""
+    """torch's own product, which takes groups of any number of rows, runs on a CPU, too."""
     asked = []
     monkeypatch.setattr(module, "configuration", lambda name, *_: asked.append(name) or Configuration(16, 16, 4, 1, 16, library=True))
     monkeypatch.setattr(module, "_library_takes", lambda *factors: all(x.dtype == torch.bfloat16 for x in factors))
@@ -43,7 +43,7 @@ def test_the_librarys_product(within_budget, normal, monkeypatch, offsets):
 
 
 def test_the_library_is_asked_only_where_it_takes_the_numbers(monkeypatch, normal):
-    """On a CPU, and for widths that are no multiple of 16 bytes, the kernel runs although the table says library."""
+    """On a CPU, and for widths that are not multiples of 16 bytes, the kernel runs although the table prefers the library."""
     monkeypatch.setattr(module, "configuration", lambda *_: Configuration(16, 16, 4, 1, 16, library=True))
     monkeypatch.setattr(module, "_library", None)
     offsets = torch.tensor([0, 20, 37])

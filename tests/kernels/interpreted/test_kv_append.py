@@ -1,4 +1,4 @@
-"""New keys and values into pages, Triton's version, against one token at a time."""
+"""Triton version of appending keys and values to pages, compared with appending one token at a time."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from puna.kernels.kv_append import kv_append_, kv_append_reference
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.float32)])
-@pytest.mark.parametrize("block", [8, 1024])  # a token's 12 numbers in two pieces, the second cut, and in one
+@pytest.mark.parametrize("block", [8, 1024])  # a token's 12 numbers in two blocks, the second partial, and in one block
 def test_equals_the_reference(monkeypatch, dtypes, block):
     monkeypatch.setattr(module, "BLOCK", block)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The output layer's Triton passes over chunks of logits, against the fp64 definitions."""
+"""Triton passes of the output layer over chunks of logits, compared with the fp64 definitions."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.float16]
 
 @pytest.fixture(params=[16, 4096])
 def block(request, monkeypatch):
-    """Rows in several blocks of logits and in one; two rows of fp32 to a chunk."""
+    """Use rows of several blocks of logits and of one block; two fp32 rows per chunk."""
     monkeypatch.setattr(output_layer, "BLOCK", request.param)
     monkeypatch.setattr(output_layer, "CHUNK_BYTES", 4 * 37 * 2)
 
@@ -34,7 +34,7 @@ def test_cross_entropy(within_budget, normal, block, dtype):
 
 
 def test_small_weights_survive_fp16(normal):
-    """Weights of 1e-6 each, as in a large batch: the gradient's relative error stays that of fp16."""
+    """With weights of 1e-6 each, as in a large batch, the gradient's relative error stays that of fp16."""
     x, w, targets = draw(normal)
     weights = torch.full((5,), 1e-6, dtype=torch.float64)
     exact = torch.autograd.grad(linear_cross_entropy_reference(x, w, targets, weights * 1e4), (x, w))
@@ -47,7 +47,7 @@ def test_small_weights_survive_fp16(normal):
 @pytest.mark.parametrize(("temperature", "dtype"), [(1.0, torch.float32), (0.7, torch.float16)])
 def test_token_logprobs(within_budget, normal, block, dtype, temperature):
     x, w, targets = draw(normal)
-    for pick in (slice(0, 2), slice(0, 1), slice(1, 2)):  # both, log-probabilities alone, entropies alone
+    for pick in (slice(0, 2), slice(0, 1), slice(1, 2)):  # both, only log-probabilities, only entropies
         within_budget(
             lambda x, w, pick=pick: linear_token_logprobs(x, w, targets, temperature)[pick],
             lambda x, w, pick=pick: linear_token_logprobs_reference(x, w, targets, temperature)[pick], (x, w), dtype,
@@ -55,7 +55,7 @@ def test_token_logprobs(within_budget, normal, block, dtype, temperature):
 
 
 def test_extreme_logits():
-    """A target 400 nats below the peak, and a vocabulary entry that is ruled out."""
+    """A target 400 nats below the peak, and a vocabulary entry of probability zero."""
     x, w = torch.tensor([[200.0]], requires_grad=True), torch.tensor([[1.0], [-1.0]], requires_grad=True)
     loss = linear_cross_entropy(x, w, torch.tensor([1]), torch.ones(1))
     assert loss.item() == pytest.approx(400.0)

@@ -1,4 +1,4 @@
-"""Routing, and rows to the experts and back, Triton's versions."""
+"""Triton versions of routing, dispatch to experts and combination."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_routing(within_budget, normal, E, k, normalize):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("k", [1, 3])
 def test_to_the_experts_and_back(within_budget, normal, monkeypatch, dtype, k):
-    monkeypatch.setattr(module, "BLOCK", 16)  # a row of 20 columns is two pieces, the second cut
+    monkeypatch.setattr(module, "BLOCK", 16)  # a row of 20 columns has two blocks, the second partial
     chosen = torch.rand(6, 4, generator=torch.Generator().manual_seed(k)).argsort(1)[:, :k]
     order, place, _ = sort_by_expert(chosen, 4)
     within_budget(lambda x: dispatch(x, order, place), lambda x: dispatch_reference(x, order), (normal(6, 20),), dtype)

@@ -1,4 +1,4 @@
-"""Ragged attention over pages, Triton's version: against one query at a time in fp64."""
+"""Triton version of ragged attention over pages, compared with one query at a time in fp64."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ def integers(*rows):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-# Sequences 0 to 2 share two pages, 3 is a chunk of a prompt, 4 stands alone at its first token.
+# Sequences 0 to 2 share two pages, 3 is a chunk of a prompt, 4 has only its first token.
 PLAN = PagedPlan(
     integers([4, 1, 7], [4, 1, 0], [4, 1, 3], [2, 5, 0], [6, 0, 0]),
     integers(0, 1, 2, 2, *[3] * 8, 4).view(-1),
@@ -39,7 +39,7 @@ def test_shared_own_and_chunked_pages(within_budget, normal, monkeypatch, dtype,
 
 @pytest.mark.parametrize(("H", "K", "V", "dtype"), [(8, 40, 32, torch.float16), (6, 26, 20, torch.float32)])
 def test_values_that_are_a_part_of_the_keys(within_budget, normal, monkeypatch, dtype, H, K, V):
-    """As latents are: one head for all queries, a scale of its own, and each number is read once."""
+    """As with latents: all queries share one key head, the scale is given, and each number is read once."""
     monkeypatch.setattr(module, "SPLIT", 32)
     monkeypatch.setattr(module, "TILE", 4)
     plan = PagedPlan(PLAN.tables, PLAN.sequence, PLAN.position)
@@ -52,8 +52,8 @@ def test_values_that_are_a_part_of_the_keys(within_budget, normal, monkeypatch, 
 
 @pytest.mark.parametrize("shared", [0, 3])
 def test_programs_multiply_only_what_their_item_has(monkeypatch, normal, shared):
-    """Sixteen answers with a query each, 8 heads to a key: the grid has 8 programs for an item, for the 128 rows of a stretch that all
-    share. Of the stretch each multiplies 16 rows; of an answer's own pages one does, and the other 7 multiply nothing."""
+    """Sixteen answers with one query each, 8 heads per key head: the grid has 8 programs per item, for the 128 rows of a shared run of
+    pages. Each program multiplies 16 rows of that run; for an answer's own pages, one program multiplies and the other 7 do nothing."""
     monkeypatch.setattr(paged_attention_triton, "TOKENS", 16)
     products, dot = Counter(), InterpreterBuilder.create_dot
 

@@ -1,4 +1,4 @@
-"""8-bit linear layers, Triton's versions: the same integers as the definition, and products of them."""
+"""Triton versions of 8-bit linear layers: the same integers as the definition, and their products."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_int8_numbers_are_the_definitions(monkeypatch, dtype, block):
     monkeypatch.setattr(module, "BLOCK", block)
     x = (draw(9, 37) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
     x[4] = 0
-    x[5, :3] = torch.tensor([127.0, 0.5, -2.5])  # halves go to the even neighbour
+    x[5, :3] = torch.tensor([127.0, 0.5, -2.5])  # halves round to the even neighbour
     x[6, 2] = float("inf")
     (q, scale), (expected, expected_scale) = quantize_rows(x, "int8"), quantize_rows_reference(x.float(), "int8")
     finite = torch.arange(9) != 6
@@ -42,7 +42,8 @@ def test_int8_linear(shape):
 
 
 def test_fp8_linear():
-    """The interpreter's casts to FP8 are wrong below 2^-6 and where rounding reaches the next power of two: all others are compared."""
+    """The interpreter's casts to FP8 are wrong below 2^-6 and where rounding reaches the next power of two; all other numbers are
+    compared."""
     x, w = draw(20, 48), draw(24, 48, seed=1)
     (q, scale), (expected, expected_scale) = quantize_rows(x, "fp8"), quantize_rows_reference(x, "fp8")
     assert torch.equal(scale, expected_scale)

@@ -1,4 +1,4 @@
-"""The tuner of the kernels' table: what it does between a GPU's clock and the file, under Triton's interpreter."""
+"""The tuner of the kernel table: everything between a GPU's clock and the file, under Triton's interpreter."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.kernel)
 def test_the_fastest_right_one_is_found(monkeypatch, place):
-    """By a clock that says how long each takes: the second is the fastest, the third does not run, the fourth is wrong."""
+    """With a stub clock: the second configuration is the fastest, the third does not run, the fourth gives wrong results."""
     attention = ("attention_forward", "attention_query_gradient", "attention_key_gradient")
     others = ("grouped_linear", "grouped_weights", "scaled_product")
     for name in attention if place.kernel in attention else others:  # small enough to be interpreted

@@ -19,12 +19,12 @@ TEXT = "state the final answer to the following problem 1 + 2 - 3 user assistant
 
 
 class TinyConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of a tiny model."""
 
 
 @stage(kind="model", version="1")
 def tiny(config: TinyConfig, run: StageRun) -> None:
-    """Random weights, drawn wide enough to have opinions."""
+    """Write random weights with a large deviation, so that the model's outputs differ clearly."""
     tokenizer = Tokenizer.train([TEXT * 3], 300)
     sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.1)
     save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
@@ -32,14 +32,15 @@ def tiny(config: TinyConfig, run: StageRun) -> None:
 
 @pytest.fixture
 def tiny_model() -> Callable[..., Artifact]:
-    """`tiny_model(store, seed)`: a committed model."""
+    """Return `tiny_model(store, seed)`, which makes a committed model."""
     return lambda store, seed=0: execute(tiny, TinyConfig(seed=seed), {}, store)
 
 
 @pytest.fixture
 def killed_and_resumed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Artifact, Artifact]]:
-    """`killed_and_resumed(stage, config, given, stores, when)`: what a whole run makes in the first store, and in the second one that
-    is killed where `when(done, note)` holds of its progress and goes on, on a machine that is busy by then: bf16 pays no more."""
+    """Return `killed_and_resumed(stage, config, given, stores, when)`: the artifact of an uninterrupted run in the first store, and that of
+    a run in the second store that is killed when `when(done, note)` is true of its progress, and resumed on a machine so busy that bf16 is
+    not faster."""
 
     def run(stage: Callable[..., Artifact], config: SeededConfig, given: dict[str, Any], stores: list[Store], when: Callable[[float, str], bool]) -> tuple[Artifact, Artifact]:
         class Killer:
@@ -59,7 +60,7 @@ def killed_and_resumed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[A
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small matrices are fastest on one thread."""
+    """Use one thread, on which small matrices are fastest."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Adapters that a stage keeps, and those of others, merged into a model."""
+"""Adapters that a stage keeps, and adapters made elsewhere, merged into a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_kept_adapters_make_the_trained_model_of_the_one_before(tmp_path: Path, 
 
 
 def test_transformers_and_peft_read_kept_adapters(tmp_path: Path, tiny_model: Tiny) -> None:
-    """Of a language model and of a reward model, whose head they bring."""
+    """For a language model, and for a reward model, whose adapter includes the head."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -73,7 +73,7 @@ def test_transformers_and_peft_read_kept_adapters(tmp_path: Path, tiny_model: Ti
 
 
 def test_adapters_of_peft_are_merged(tmp_path: Path, tiny_model: Tiny) -> None:
-    """Made by PEFT on transformers' model, of a kind that Puna does not train; the embeddings are trained whole."""
+    """Adapters made with PEFT on transformers' model, of a kind that Puna does not train; the embeddings are trained in full."""
     from peft import LoHaConfig, LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Weights of an average searched on a development set: against every average made and asked one by one."""
+"""Averaging weights searched on a development set, compared with making and evaluating every average."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .conftest import TinyConfig, tiny
 
 @stage(kind="model", version="1")
 def opinions(config: TinyConfig, run: StageRun) -> None:
-    """A reward model of random weights, on the tokenizer of `tiny`."""
+    """Write a reward model with random weights, and the tokenizer of `tiny`."""
     tiny.function(config, run)
     tokenizer, sizes = Tokenizer.load(run.folder), load(run.folder).config
     save(Transformer(sizes, "scalar", torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
@@ -70,11 +70,11 @@ def test_the_weights_that_answer_the_development_set_best_are_taken(tmp_path: Pa
     shares = []
     for weights in trials:
         network.load_state_dict(averaged(states, weights))
-        # The draws are the stage's: what follows from its seed is read from what it did, the scores are counted here.
+        # The draws are read from the stage's run, because they follow from its seed; the scores are computed here.
         params = SamplingParams(temperature=1.0, max_tokens=90, stop=tokenizer.stop_ids, seed=_seed(config, store))
         answers = Engine(network, tokenizer).generate([prompt_ids(tokenizer, row) for row in rows], params)
         texts = [(tokenizer.decode(one.tokens, skip_special_tokens=True), one.finished) for (one,) in answers]
-        # A truncated answer is not right, as in the evaluation.
+        # A truncated answer counts as wrong, as in the evaluation.
         shares.append(sum(bool(re.search("[a-m]", text)) and finished for text, finished in texts) / len(texts))
     assert len(set(shares)) > 1
     metrics = made.manifest.metrics
@@ -87,15 +87,14 @@ def test_the_weights_that_answer_the_development_set_best_are_taken(tmp_path: Pa
 
 
 def _seed(config: AverageConfig, store: Store) -> int:
-    """The seed that the stage draws answers from."""
+    """Return the seed that the stage draws answers from."""
     with store.work("0" * 64) as work:
         return StageRun("average", "model", config, work).seed("development")
 
 
 def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:
-    """The verifier's score times floor plus sigmoid of the reward model's number, less its mean over right answers of the first model, of
-    every average made and asked one by one.
-    """
+    """For every average: the verifier's score times (floor plus sigmoid of the reward model's number minus its mean over the first model's
+    right answers), computed one by one."""
     from puna.models.generation import Engine, SamplingParams
     from puna.models.training.rollouts import reward_model_scorer
     from puna.stages.training.train import load_model
@@ -118,7 +117,7 @@ def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_p
         return list(zip(right, [number for (number,) in numbers(asked, answers)], [one.finished for (one,) in answers], strict=True))
 
     center = statistics.fmean(number for right, number, _ in answered((1.0, 0.0)) if right)
-    # A truncated answer earns nothing.
+    # A truncated answer has reward 0.
     rewards = [sum(r * f * (0.25 + 1 / (1 + math.exp(center - x))) for r, x, f in answered(weights)) / len(asked) for weights in grid(2, 2)]
     assert len(set(rewards)) == 3 and made.manifest.metrics["development_score"] == pytest.approx(max(rewards), abs=1e-5)
     assert made.manifest.metrics["center"] == pytest.approx(center, abs=1e-5)
@@ -133,7 +132,7 @@ def test_without_a_choice_all_weigh_the_same(tmp_path: Path, tiny_model: Callabl
     models = [tiny_model(store, seed) for seed in (0, 1)]
     nothing = store.import_table("prompts", table_schema("prompts").schema.empty_table())
     plain = execute(average, AverageConfig(), {"models": models}, store)
-    # No prompt scores: all averages are equally good, and the even one wins. An empty development set chooses nothing.
+    # No prompt has a score: all averages are equally good, and the uniform one wins. An empty development set chooses nothing.
     never = execute(average, parse(AverageConfig, {"search": {"max_tokens": 2}}, ""), {"models": models, "prompts": development(store, "zzzz")}, store)
     empty = execute(average, AverageConfig(), {"models": models, "prompts": nothing}, store)
     assert plain.data_digest == never.data_digest == empty.data_digest and plain.manifest.metrics["weight_1"] == 0.5

@@ -1,4 +1,4 @@
-"""Rows that the chat template refuses or that are too long: dropped with their reason, or the run is refused."""
+"""Rows that the chat template refuses or that are too long: they are dropped with their reason, or the run is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def answer(text: str) -> dict[str, str]:
 
 
 def preferences(store: Store) -> Artifact:
-    """All of one prompt, whose good preferences are kept; and one of another."""
+    """Return preferences on one prompt, whose valid rows are kept, and one preference on another prompt."""
     chosen = {"a": answering("1"), "b-call": dump(CALL), "c-long": answering(LONG), "d": answering("2 and 1")}
     rows = [
         {**GIVEN, "id": name, "prompt_id": "p", "messages": asking("say 1"), "chosen": said, "rejected": answering("no")}
@@ -56,7 +56,7 @@ def preferences(store: Store) -> Artifact:
 
 
 def check(made: Artifact) -> None:
-    """Two rows are dropped with rule, sizes and a detail that names row, turn and reason; metrics count them."""
+    """Check that two rows are dropped with rule, sizes and a detail that names row, turn and reason; metrics count them."""
     dropped = {row["id"]: row for row in made.read("dropped").to_pylist()}
     assert {name: row["rule"] for name, row in dropped.items()} == RULES
     assert dropped["b-call"]["detail"].startswith("row b-call: turn 1: the template does not write its tool call")
@@ -82,7 +82,7 @@ def test_preferences_are_dropped_one_by_one(tmp_path: Path, tiny_model: Tiny) ->
     made = execute(dpo, DpoConfig(training=FIT), given, store)
     check(made)
     assert made.manifest.metrics["preferences"] == 2
-    # An answer that was cut off before its first word has no token to learn.
+    # An answer that was truncated before its first word has no token to train on.
     blank = {"id": "z", "prompt_id": "z", "messages": asking("say 1"), "chosen": answering("1"), "rejected": answering("", False)}
     more = {**given, "preferences": [*given["preferences"], table(store, "preferences", [{**GIVEN, **blank}])]}
     for one in (execute(dpo, DpoConfig(training=FIT), more, store), execute(reward_model, RewardModelConfig(training=FIT), more, store)):

@@ -1,4 +1,5 @@
-"""Prompts with rules of the system message, prompts with long texts, mixes of instructions with set shares, and the flow that joins them."""
+"""Prompts with rules in the system message, prompts with long texts, mixes of instructions with given shares, and the flow that joins
+them."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_a_mix_has_the_shares_that_it_was_asked_for(tmp_path: Path) -> None:
     assert mixed.read("dropped").num_rows == 70
     again = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}, repeats=1), {"instructions": sets[::-1]}, store)
     assert again.data_digest == mixed.data_digest
-    # The 100 other rows are half of a mix of 200, of which the 30 long ones give at most 2 x 30 / .5.
+    # The 100 other rows are half of a mix of 200, to which the 30 long ones contribute at most 2 x 30 / .5.
     twice = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}, repeats=2), {"instructions": sets}, store)
     assert Counter(twice.read()["source"].to_pylist()) == {"long": 60, "chat": 54, "code": 6}
     often = execute(mix_instructions, MixInstructionsConfig(shares={"long": 0.5}), {"instructions": sets}, store).read().to_pylist()
@@ -178,7 +179,7 @@ def test_no_larger_mix_has_the_shares(rows: dict[str, int], percents: list[int],
     for name in rows:
         wanted = shares.get(name, (1 - sum(shares.values())) * rows[name] / rest)
         assert abs(counts[name] - wanted * total) <= len(rows)
-    # Either some source is used up, or the most plentiful one is used once.
+    # Either some source is used up, or the largest one is used once.
     used = [name for name in rows if counts[name]]
     assert any(counts[name] == repeats * rows[name] for name in used) or all(counts[name] >= rows[name] for name in used)
 
@@ -203,7 +204,7 @@ def test_arms_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
         main = pa.Table.from_pylist([{"task": "all", "metric": "score", "value": len(right) / 8, "n": 8}], schema=table_schema("evaluation").schema)
         return store.import_table("evaluation", main, scores=scores)
 
-    # Of the even ones, mix has 4 right and the other arm 2: differences 0, 0, 1, 1, of standard error sqrt(1/3 / 4); t(3) = 3.1824.
+    # Of the even ones, mix has 4 right and the other arm 2: differences 0, 0, 1, 1, with standard error sqrt(1/3 / 4); t(3) = 3.1824.
     arms = {"before": evaluation(0, 2, 1), "mix": evaluation(0, 2, 4, 6)}
     assert list(compare_arms(arms, prompts)) == [
         "even, 4 prompts: mix 1.000, before 0.500 (gain of mix +0.500, -0.419 to +1.419)",

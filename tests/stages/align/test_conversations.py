@@ -1,4 +1,4 @@
-"""Conversations in the tables: several turns, rankings with equals, answers without a counterpart."""
+"""Conversations in the tables: several turns, rankings with ties, answers without a counterpart."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(tmp_path: Path,
     (example,) = render_conversation(tokenizer, instruction("a", DIALOGUE) | {"tools": None})
     ids, mask = example.prompt + example.answers[0], [False] * len(example.prompt) + example.masks[0]
     assert ids == tokenizer.chat(DIALOGUE, add_generation_prompt=False)
-    # What is learned are runs of tokens: the two answers, each with the token that ends a turn.
+    # The trained tokens are two spans: the two answers, each with the token that ends its turn.
     runs: list[list[int]] = []
     for at, learned in enumerate(mask):
         if learned and (not at or not mask[at - 1]):
@@ -68,7 +68,7 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(tmp_path: Path,
         if learned:
             runs[-1].append(ids[at])
     assert [tokenizer.decode(run) for run in runs] == ["3<|eot_id|>", "2 and 2<|eot_id|>"]
-    with pytest.raises(PunaError, match="row b: .*no turn is the assistant's"):
+    with pytest.raises(PunaError, match="row b: .*no turn has the role assistant"):
         render_conversation(tokenizer, instruction("b", DIALOGUE[:2]) | {"tools": None})
 
 
@@ -99,7 +99,7 @@ def test_what_the_chat_format_would_leave_out_is_refused(tmp_path: Path, tiny_mo
 
 
 def test_a_ranking_is_one_group_of_tiers(tmp_path: Path, tiny_model: Tiny) -> None:
-    """0 is as good as chosen, -1 as bad as rejected, and the answers between them follow their rank."""
+    """0 ranks equal to chosen, -1 equal to rejected, and the answers between them follow their rank."""
     store = Store.open(tmp_path)
     data = table(store, "preferences", [preference("a", "p", edited=answering("1 2 3"), **RANKED), preference("b", "q", **RANKED)])
     rows = read_preferences([data], ["better"])
@@ -122,7 +122,7 @@ def test_an_answer_that_was_cut_off_does_not_end(tmp_path: Path, tiny_model: Tin
     chosen, rejected = one.example.answers
     assert chosen[-1] in tokenizer.stop_ids and not set(rejected) & set(tokenizer.stop_ids)
     assert [tokenizer.decode(ids).strip() for ids in (chosen[:-1], rejected)] == ["1 1", "no no"]
-    # What is masked of an answer is its end alone.
+    # Only an answer's end is masked.
     assert one.example.masks == [[True] * (len(chosen) - 1) + [False], [True] * len(rejected)]
 
 
@@ -133,7 +133,7 @@ def test_a_reward_model_orders_rankings_of_any_length(tmp_path: Path, tiny_model
     rows.append(preference("two", "two", rejected=answering("no")))
     given = {"model": tiny_model(store), "preferences": [table(store, "preferences", rows)]}
     made = execute(reward_model, RewardModelConfig(training={"epochs": 20.0, "batch_size": 8, "schedule": {"learning_rate": 3e-3}}), given, store)
-    # Rows of one side compare nothing; those without a level are learned from whatever levels are asked for.
+    # Rows with only one side compare nothing; those without a level are used at any requested level.
     assert {row["id"]: row["rule"] for row in made.read("dropped").to_pylist()} == {"one": "one_sided", "two": "one_sided"}
     assert made.manifest.metrics["train_pairs"] == 8 and made.manifest.metrics["train_accuracy"] == 1.0
 

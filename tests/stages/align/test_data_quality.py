@@ -42,7 +42,7 @@ def row(name: str, response: str = "ok", prompt: str = "q", score: float | None 
 
 
 class Noted:
-    """What a stage reports."""
+    """A recorder of what a stage reports."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
@@ -102,7 +102,7 @@ def test_quality_is_the_top_part_or_the_judges_full_score() -> None:
     rows = [row(name, score=score) for name, score in zip(names, scores, strict=True)]
     quality = {name: 1.0 if name in ("both", "judge", "demo_full") else 0.5 for name in names if not name.endswith("unread")}
     run, full = Noted(), {"both", "judge", "demo_full"}
-    agreement = dict.fromkeys(names, 1.0)  # a judge stands in the place of agreement
+    agreement = dict.fromkeys(names, 1.0)  # a judge replaces the agreement
     judge = _quality_rule(rows, agreement, Graded(quality, full, {}, []), DataQualityConfig(reward_quantile=0.75), cast(StageRun, run))
     # numpy's quantile of 0..4 at 0.75 is 3.
     assert {r["id"] for r in rows if judge(r) is None} == {"both", "reward", "judge", "demo_full", "demo_unread"}
@@ -119,7 +119,7 @@ def test_rows_are_drawn_with_weights_and_without_replacement() -> None:
         kept = [r["id"] for r in rows if judge(r) is None]
         assert len(kept) == 2
         counts.update(kept)
-    # The chance to be among two, by the definition: drawn first, or second after each other one.
+    # The probability of being among two, by definition: drawn first, or second after each other one.
     wanted = {}
     for one in "abc":
         first = worth[one] / 8.0
@@ -146,7 +146,7 @@ def test_worth_is_quality_times_difficulty() -> None:
     rows = [row("a", score=1.0), row("b", score=2.0), row("c", score=None)]
     assert _worth(rows, {"a": 0.0, "b": 0.75}, None) == pytest.approx({"a": 0.5 * 1.0, "b": 1.0 * 1.75, "c": 1.0 * 2.0})
     grades = Graded({"a": 0.75, "b": 0.5, "c": 0.25}, set(), {}, [])
-    # The larger of the reward's rank and the judge's share of points; "c" has only the latter.
+    # The larger of the reward's rank and the judge's share of points; "c" has only the judge's.
     assert _worth(rows, {"a": 0.0, "b": 0.75, "c": 0.5}, grades) == pytest.approx({"a": 0.75, "b": 1.75, "c": 0.25 * 1.5})
 
 
@@ -155,7 +155,7 @@ def test_greedy_keeps_what_resembles_nothing_kept() -> None:
     vectors = np.stack([np.cos(angles), np.sin(angles)], 1)
     threshold = float(np.cos(np.deg2rad(15.0)))
     found = greedy(vectors, threshold)
-    # 10 is near 0; 20 is near 10, which was not kept, and far enough from 0; 95 is near 90.
+    # 10 is near 0; 20 is near 10, which was dropped, and far enough from 0; 95 is near 90.
     assert [(i, kept) for i, kept, _ in found] == [(1, 0), (4, 3)]
     assert found[0][2] == pytest.approx(np.cos(np.deg2rad(10.0)))
 
@@ -169,7 +169,7 @@ def test_greedy_is_what_comparing_one_with_all_gives(monkeypatch: pytest.MonkeyP
     wanted: list[tuple[int, int]] = []
     for i, vector in enumerate(vectors.astype(np.float64)):
         cosines = {j: float(vector @ vectors[j].astype(np.float64)) for j in kept}
-        assert all(abs(cosine - 0.95) > 1e-6 for cosine in cosines.values())  # no tie that rounding decides
+        assert all(abs(cosine - 0.95) > 1e-6 for cosine in cosines.values())  # no tie that depends on rounding
         nearest = max(cosines, key=lambda j: cosines[j], default=-1)
         if nearest >= 0 and cosines[nearest] >= 0.95:
             wanted.append((i, nearest))
@@ -202,7 +202,7 @@ def test_embeddings_are_centred_unit_vectors_whatever_the_packing(tmp_path: Path
     one, many = embed(examples, network, 64), embed(examples, network, 4096)
     np.testing.assert_allclose(one, many, atol=2e-5)
     np.testing.assert_allclose(np.linalg.norm(one, axis=1), 1.0, atol=1e-5)
-    half = embed(examples, network.bfloat16(), 4096)  # what a GPU computes in
+    half = embed(examples, network.bfloat16(), 4096)  # as computed on a GPU
     assert half.dtype == np.float32
     np.testing.assert_allclose(half, many, atol=0.05)
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student comes to say what the teacher says; a teacher with another tokenizer is refused."""
+"""On-policy distillation: the student's distribution approaches the teacher's; a teacher with another tokenizer is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def settings(**more: object) -> DistillConfig:
 
 
 def distance(student: Artifact, teacher: Artifact, prompts: Artifact) -> float:
-    """KL(student || teacher) of the first token of an answer, mean over prompts."""
+    """Return the mean over prompts of KL(student || teacher) for the first token of an answer."""
     tokenizer = Tokenizer.load(student.path())
     ids = [prompt_ids(tokenizer, row) for row in prompts.read().to_pylist()]
     batch = Targets.from_answers(ids, [[[0]] for _ in ids])
@@ -54,7 +54,7 @@ def test_the_student_comes_to_say_what_the_teacher_says(tmp_path: Path, tiny_mod
     student, teacher, prompts = tiny_model(store, 0), tiny_model(store, 1), asked(store)
     config = settings(beta=beta, method=method, training=training(rate))
     made = execute(distill, config, {"student": student, "teacher": teacher, "prompts": prompts}, store)
-    # Adapters leave the embeddings, which are also this model's output layer, as they are.
+    # Adapters leave the embeddings, which are also this model's output layer, unchanged.
     assert distance(made, teacher, prompts) < (0.5 if method == "full" else 0.75) * distance(student, teacher, prompts)
     metrics = made.manifest.metrics
     assert metrics["final_loss"] < 0.7 * metrics["first_loss"] and metrics["prompts"] == 8
@@ -73,7 +73,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path, tiny
 
 @stage(kind="model", version="1")
 def stranger(config: SeededConfig, run: StageRun) -> None:
-    """A model with another tokenizer."""
+    """Write a model with another tokenizer."""
     tokenizer = Tokenizer.train(["quite other words, again and again " * 5], 290)
     sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     save(Transformer(sizes, generator=torch.Generator().manual_seed(0)), run.folder, tokenizer)

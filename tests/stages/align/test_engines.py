@@ -73,7 +73,7 @@ def log(artifact: Artifact) -> list[dict[str, Any]]:
 
 
 def answer_logprob(model: Artifact, row: dict[str, Any], side: str) -> float:
-    """Summed log-probability of one side of a pair, format tokens left out, in fp64."""
+    """Return the summed log-probability of one side of a pair, without format tokens, in fp64."""
     tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
     example = render(tokenizer, row, [[[json.loads(row[side])]]])
     ids = [*example.prompt, *example.answers[0]]
@@ -83,7 +83,7 @@ def answer_logprob(model: Artifact, row: dict[str, Any], side: str) -> float:
 
 
 def sft_loss_by_hand(model: Artifact, rows: list[dict[str, Any]]) -> float:
-    """Mean cross-entropy of the answer tokens, each dialogue alone, in fp64."""
+    """Return the mean cross-entropy of the answer tokens, each dialogue alone, in fp64."""
     tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
     total, count = 0.0, 0
     for row in rows:
@@ -107,7 +107,7 @@ def test_sft_engines_agree_with_the_definition(tmp_path: Path, tiny_model: Tiny)
     logs = {engine: log(artifact) for engine, artifact in found.items()}
     for engine, rows in logs.items():
         assert len(rows) == 3 and rows[0]["loss"] == pytest.approx(expected, rel=1e-4), engine
-    # The same step on the same batch: the losses stay together afterwards.
+    # The first step is the same on the same batch; afterwards the losses stay close.
     assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
     assert logs["trl"][0]["gradient_norm"] == pytest.approx(logs["puna"][0]["gradient_norm"], rel=1e-3)
     for artifact in found.values():
@@ -133,7 +133,7 @@ def test_noise_on_embeddings_is_bounded_and_only_in_training(tmp_path: Path, tin
         found[alpha] = [log(execute(sft, config, given, Store.open(tmp_path / str(k)))) for k in range(2)]
         assert [row["loss"] for row in found[alpha][0]] == [row["loss"] for row in found[alpha][1]]
     assert found[5.0][0][0]["loss"] != found[0.0][0][0]["loss"]
-    monkeypatch.setattr(mesh, "layout_of", lambda layout: Layout(data=2))  # as where two processes train
+    monkeypatch.setattr(mesh, "layout_of", lambda layout: Layout(data=2))  # as if two processes trained
     with pytest.raises(PunaError, match="is proved only without neftune_alpha"):
         execute(sft, SftConfig(neftune_alpha=5.0, training=STEPS), given, store)
     with pytest.raises(ValueError, match="neftune_alpha needs engine puna"):
@@ -145,7 +145,7 @@ def test_reward_engines_agree_on_pairs(tmp_path: Path, tiny_model: Tiny) -> None
     model = tiny_model(store)
     given = {"model": model, "preferences": [preferences(store), preferences(store, split="heldout")]}
     logs, artifacts = {}, {}
-    # 24 pairs of 12 prompts, two of each: one step takes them all in either engine.
+    # 24 pairs of 12 prompts, two for each: one step takes all of them in either engine.
     for engine, batch in (("puna", 12), ("trl", 24)):
         config = RewardModelConfig(engine=engine, training={**STEPS, "batch_size": batch, "epochs": 4.0})
         artifacts[engine] = execute(reward_model, config, given, store)
@@ -155,7 +155,7 @@ def test_reward_engines_agree_on_pairs(tmp_path: Path, tiny_model: Tiny) -> None
         assert artifact.manifest.metrics["heldout_pairs"] == 24
         assert artifact.manifest.metrics["heldout_accuracy"] == artifact.manifest.metrics["train_accuracy"]
         assert load(artifact.path()).head == "scalar"
-    # Reward models average as policies do.
+    # Reward models can be averaged like policies.
     both = execute(average, AverageConfig(weights=(1.0, 3.0)), {"models": list(artifacts.values())}, store)
     weights = [load(artifact.path()).score.weight for artifact in (*artifacts.values(), both)]
     assert torch.allclose(weights[2], (weights[0] + 3 * weights[1]) / 4, atol=1e-7)
@@ -172,12 +172,12 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
         logs[engine] = log(execute(dpo, config, given, store))
     assert [r["loss"] for r in logs["trl"]] == pytest.approx([r["loss"] for r in logs["puna"]], rel=2e-3)
     first = logs["puna"][0]
-    # At the reference the preference term is log 2 whatever the pair.
+    # At the reference, the preference term is log 2 for any pair.
     assert first["loss"] == pytest.approx(math.log(2) + 0.2 * first["nll"], rel=1e-4)
 
 
 def test_trl_is_refused_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would take a whole batch, so that a step had several."""
+    """Each process would take a whole batch, so that a step had several batches."""
     store = Store.open(tmp_path)
     monkeypatch.setattr(trl_engine.ranks, "count", lambda: 2)
     with store.work("0" * 64) as work, pytest.raises(PunaError, match="engine trl trains in one process on one device"):
@@ -185,7 +185,7 @@ def test_trl_is_refused_in_several_processes(tmp_path: Path, monkeypatch: pytest
 
 
 def test_trl_is_refused_where_its_loss_would_be_another() -> None:
-    """TRL has one mask for both terms of DPO: with format tokens masked its likelihood term is another than Puna's."""
+    """TRL has one mask for both terms of DPO: with format tokens masked, its likelihood term differs from Puna's."""
     with pytest.raises(ValueError, match="set mask_format false or nll_weight 0"):
         DpoConfig(engine="trl", nll_normalization="tokens")
     with pytest.raises(ValueError, match="nll_normalization must be tokens"):
@@ -218,7 +218,7 @@ def test_lora_trains_few_weights_and_merges_into_a_plain_checkpoint(tmp_path: Pa
 
 @pytest.mark.parametrize("trained", ["dpo", "reward_model"])
 def test_trl_trains_adapters_of_policies_and_reward_models(tmp_path: Path, tiny_model: Tiny, trained: str) -> None:
-    """Both engines start at one loss, which for DPO says that the reference is the starting policy."""
+    """Both engines start with the same loss, which for DPO shows that the reference is the starting policy."""
     store = Store.open(tmp_path)
     model = tiny_model(store)
     given = {"model": model, "preferences": [preferences(store)]}
@@ -226,7 +226,7 @@ def test_trl_trains_adapters_of_policies_and_reward_models(tmp_path: Path, tiny_
     found: dict[str, Artifact] = {}
     for name, engine, batch in (("puna", "puna", 12), ("trl", "trl", 24), *([("again", "trl", 24)] if trained == "dpo" else [])):
         config = {**fit, "engine": engine, "training": {**STEPS, "batch_size": batch, "epochs": 2.0}}
-        torch.manual_seed(len(found))  # what was drawn before decides nothing
+        torch.manual_seed(len(found))  # earlier random draws have no effect
         place = Store.open(tmp_path / name)
         if trained == "dpo":
             found[name] = execute(dpo, DpoConfig(mask_format=False, nll_normalization="tokens", **config), given, place)
@@ -301,7 +301,7 @@ def test_a_stopped_training_of_trl_saves_its_step_and_ends_with_the_same_bits(
     steps: list[float] = []
 
     class Watcher:
-        """Send what Ctrl-C sends in the middle of some steps."""
+        """A callback that sends the signal of Ctrl-C in the middle of some steps."""
 
         def __init__(self, stop: int | None) -> None:
             self.stop = stop
@@ -340,7 +340,7 @@ def test_edits_rank_before_chosen_before_rejected(tmp_path: Path, tiny_model: Ti
 
 
 def test_accuracy_is_told_by_level_and_by_length() -> None:
-    """Four pairs of two prompts: numbers that follow length are right where the chosen answer is the longer one."""
+    """Four pairs of two prompts: numbers that grow with length are right if the chosen answer is the longer one."""
     said = {"a": [[1] * 8, [2] * 2, [3] * 4, [4] * 4], "b": [[5] * 3, [6] * 9]}
     levels = {"a": ["better", "significantly_better"], "b": ["better"]}
     found = [
@@ -354,7 +354,7 @@ def test_accuracy_is_told_by_level_and_by_length() -> None:
     figures: dict[str, Any] = {}
     run = SimpleNamespace(metric=metrics.__setitem__, figure=figures.__setitem__)
     report(ordered, edits, "heldout", run)
-    # Sure by 6, of one pair rightly and of one wrongly; of the tie it claims and has one half.
+    # Margins of 6 on two pairs, right on one and wrong on the other; on the tie, claimed and actual accuracy are one half.
     sure = 1 / (1 + math.exp(-6))
     assert metrics.pop("heldout_calibration_error") == pytest.approx((2 * sure - 1) / 3)
     assert metrics == {"heldout_accuracy": 0.5, "heldout_longer_accuracy": 0.5, "heldout_accuracy_better": 0.5, "heldout_accuracy_significantly_better": 0.5}
@@ -391,7 +391,7 @@ def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_mod
 
 
 def test_a_killed_run_keeps_its_reference(tmp_path: Path, tiny_model: Tiny, killed_and_resumed: Callable[..., tuple[Artifact, Artifact]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the precision that it was begun in, on a machine that is busy when the second process starts."""
+    """The run keeps its initial precision on a machine that is busy when the second process starts."""
     monkeypatch.setattr(training, "CHECKPOINT_STEPS", 1)
     stores = [Store.open(tmp_path / name) for name in ("whole", "killed")]
     given = {"model": tiny_model(stores[0]), "preferences": [preferences(stores[0]), preferences(stores[0], 6, split="heldout")]}
@@ -406,7 +406,7 @@ def test_kept_reference_logprobs_are_read_and_not_computed_again(tmp_path: Path,
     kept = execute(reference_logprobs, ReferenceLogprobsConfig(micro_batch_tokens=128), {"model": model, "preferences": pairs}, store)
     assert kept.read().equals(pairs.read())
     rows = pairs.read().to_pylist()
-    # 12 prompts: of each a chosen answer, its edit and two rejected ones, told by their tokens.
+    # 12 prompts: for each a chosen answer, its edit and two rejected ones, identified by their tokens.
     expected = {answer_logprob(model, row, side) for row in rows for side in ("chosen", "rejected", "edited")}
     assert kept.rows("scores") == 12 * 4 == len(expected)
     assert sorted(kept.read("scores")["value"].to_pylist()) == pytest.approx(sorted(expected), abs=1e-3)
@@ -421,13 +421,14 @@ def test_kept_reference_logprobs_are_read_and_not_computed_again(tmp_path: Path,
     ):
         made = execute(dpo, config, {"model": tiny_model(store, 1) if name == "other model" else model, "preferences": [given]}, store)
         losses_of[name], computed[name] = [row["loss"] for row in log(made)], made.manifest.metrics["reference_answers"]
-    # Each preference stands by itself among the answers of its prompt: 2 x 3 of them.
+    # Each preference is a separate pair among its prompt's answers: 2 x 3 of them.
     assert computed == {"none": 72, "kept": 0, "ipo": 0, "other tokens": 72, "other model": 72, "other precision": 72}
     assert losses_of["kept"] == pytest.approx(losses_of["none"], rel=1e-5)
 
 
 def test_no_more_is_computed_than_training_visits_and_all_of_it_is_told(tmp_path: Path, tiny_model: Tiny) -> None:
-    """60 prompts, a quarter epoch in steps of 5: the reference reads 15 prompts, the reward model is measured on 32 and the held-out 3."""
+    """60 prompts, a quarter epoch in steps of 5: the reference reads 15 prompts, the reward model is measured on 32 and the 3 held-out
+    ones."""
     store = Store.open(tmp_path)
     given = {"model": tiny_model(store), "preferences": [preferences(store, 120), preferences(store, 6, split="heldout")]}
     told: list[tuple[str, float, float]] = []
@@ -479,7 +480,7 @@ def test_an_example_counts_its_tokens_once() -> None:
 def test_the_reward_models_nll_term_is_that_of_the_best_answers_under_the_policys_head(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     model, data = tiny_model(store), preferences(store, 12, edited=True)
-    steps = {**STEPS, "batch_size": 6}  # all six prompts in the first and only step, where rewards are still equal
+    steps = {**STEPS, "batch_size": 6}  # all six prompts in the first and only step, at which rewards are still equal
     config = RewardModelConfig(nll_weight=0.5, training=steps)
     made = execute(reward_model, config, {"model": model, "preferences": [data]}, store)
     tokenizer, policy = Tokenizer.load(model.path()), load(model.path()).double()
@@ -551,7 +552,7 @@ def test_the_loss_of_the_page_trains_and_its_code_counts_in_the_key(tmp_path: Pa
     page = (Path(__file__).parents[3] / "docs" / "extend.md").read_text(encoding="utf-8")
     blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
     (code,) = [block for block in blocks if "@preference_loss" in block]
-    monkeypatch.setitem(losses.LOSSES, "squared_hinge", losses.LOSSES["hinge"])  # gone again afterwards
+    monkeypatch.setitem(losses.LOSSES, "squared_hinge", losses.LOSSES["hinge"])  # removed after the test
     monkeypatch.setattr(plugins, "_modules", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     store = Store.open(tmp_path / "store")
@@ -566,7 +567,7 @@ def test_the_loss_of_the_page_trains_and_its_code_counts_in_the_key(tmp_path: Pa
     first = config("loss_of_the_page", code)
     here = identify(dpo, first, given).code
     row = log(execute(dpo, first, given, store))[0]
-    assert row["loss"] == pytest.approx(1.0, abs=1e-5)  # margins are 0 before the first step, but for rounding
+    assert row["loss"] == pytest.approx(1.0, abs=1e-5)  # before the first step, margins are 0 up to rounding
     hashes = {}
     for module, text in (("loss_with_a_comment", code + "\n# a comment\n"), ("loss_doubled", code.replace(".square()", ".square() * 2"))):
         found = identify(dpo, config(module, text), given).code

@@ -1,4 +1,4 @@
-"""The gate's paired comparison against arithmetic by hand, the slices of new prompts, and a person's approval."""
+"""The gate's paired comparison checked by hand, the slices of new prompts, and a person's approval."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
 STUDENT = {1: 12.706204736, 2: 4.302652730, 4: 2.776445105, 9: 2.262157163}
-"""97.5 % points of Student's t, of printed tables."""
+"""97.5 % quantiles of Student's t distribution, from printed tables."""
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -63,14 +63,14 @@ def test_what_the_gate_objects_to() -> None:
     assert objections(compare(before, better, tasks), 0.0, 0.05) == []
     assert objections(compare(before, better, tasks), 0.1, 0.05) == ["its gain of +0.225 (+0.069 to +0.381) over 8 prompts is not above 0.1"]
     assert objections(compare(before, worse_at_b, tasks), -1.0, 0.05) == ["b falls from 0.500 to 0.400, more than 0.05"]
-    # What is equal is not better, whatever the bound on a fall.
+    # Equal is not better, whatever the bound on a decrease.
     assert len(objections(compare(before, before, tasks), 0.0, 1.0)) == 1
     with pytest.raises(ValueError, match="needs at least two prompts that both models answered, not 1"):
         compare({"a0": 1.0}, better, tasks)
 
 
 class SkillConfig(StageConfig):
-    """How good a model is at each task."""
+    """A model's skill at each task."""
 
     a: float = Field(0.5, description="Score of its answers to task a")
     b: float = Field(0.5, description="Score of its answers to task b")
@@ -79,13 +79,13 @@ class SkillConfig(StageConfig):
 
 @stage(kind="model", version="1")
 def skilled(config: SkillConfig, run: StageRun) -> None:
-    """A model that is only its skill."""
+    """Write a model that consists of its skill."""
     (run.folder / "config.json").write_text(config.model_dump_json())
 
 
 @stage(kind="evaluation", version="1")
 def examined(model: Model, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
-    """One score for every prompt, or for some."""
+    """Write one score for every prompt, or for some."""
     skill = SkillConfig.model_validate_json((model.path() / "config.json").read_text())
     rows = [row for row in prompts.read().to_pylist() if row["split"] == "heldout"]
     run.write_rows([{"task": "all", "metric": "score", "value": 0.0, "low": None, "high": None, "n": len(rows)}])
@@ -120,7 +120,7 @@ def test_a_verdict_with_its_reason(tmp_path: Path) -> None:
     assert refused.manifest.metrics["reason"].endswith("; b falls from 0.500 to 0.400, more than 0.05")
     assert refused.manifest.metrics["verdict"] == "refused"
     assert gated(store, SkillConfig(), SkillConfig(a=0.7), decision="person").manifest.metrics["verdict"] == "waits"
-    # What the candidate leaves unscored counts as nothing: else it would pass by failing where it is bad.
+    # A missing score counts as 0: otherwise a candidate would pass by failing to answer where it is bad.
     dodging = gated(store, SkillConfig(), SkillConfig(a=0.6, b=0.6, every=2))
     assert dodging.manifest.metrics["gain"] == pytest.approx(0.6 * 5 / 10 - 0.5)
     questions, policy, other = asked(store), *(execute(skilled, SkillConfig(a=a), {}, store) for a in (0.1, 0.2))
@@ -132,7 +132,7 @@ def test_a_verdict_with_its_reason(tmp_path: Path) -> None:
 
 @stage(kind="evaluation", version="1")
 def copied(gate: Evaluation, config: StageConfig, run: StageRun) -> None:
-    """No gate."""
+    """Write an evaluation that is not a gate."""
     run.write_rows(gate.read().to_pylist())
 
 
@@ -158,7 +158,7 @@ def test_slices_of_a_pool_are_disjoint_until_nothing_is_left(tmp_path: Path) -> 
         used.append(made)
         sizes.append(made.rows())
         left.append(made.manifest.metrics["left"])
-    # Ten of each task, two of which are one question under two ids.
+    # Ten for each task, two of which are one question under two ids.
     assert sizes == [8, 8, 2, 0] and left == [10, 2, 0, 0]
     ids = [row["id"] for made in used for row in made.read().to_pylist()]
     assert len(ids) == len(set(ids)) == 18

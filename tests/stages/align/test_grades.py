@@ -1,4 +1,4 @@
-"""A judge's grades of instructions: against transformers, and in the stage that filters by them."""
+"""A judge's grades of instructions, compared with transformers, and in the stage that filters by them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def instructions(store: Store, rows: list[dict[str, Any]]) -> Artifact:
 
 
 def asked(request: str, answer: str, code: bool, most: int) -> dict[str, tuple[str, int]]:
-    """The three questions about an instruction and their highest grades, written out."""
+    """Return the three questions about an instruction and their highest grades, written out."""
     lines, top = ("- no bug\n- as meant", 2) if code else ("- right\n- follows\n- tone", 3)
     points = (
         f"Grade the answer to a request with a number from 0 to {top} by this rubric.\n\nRubric:\nBegin with 0 and add one point for each "

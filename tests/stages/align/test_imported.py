@@ -1,4 +1,4 @@
-"""Imported models through every stage of alignment: ChatML as Qwen's, and Llama 3, with files as transformers writes them."""
+"""Imported models in every alignment stage: ChatML as in Qwen, and Llama 3, with files as transformers writes them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAID = ("Lima", "yes", "no")
 
 
 def checkpoint(name: str, folder: Path) -> Path:
-    """A model of random weights, as transformers saves it: rows of the embeddings that no token has, and a generation_config."""
+    """Write a model with random weights as transformers saves it: with embedding rows that belong to no token, and a generation_config."""
     if name not in families():
         pytest.skip("the template comes with TRL, which is not installed")
     tokenizer = made(name)
@@ -67,7 +67,8 @@ def table(store: Store, name: str, rows: list[dict[str, Any]]) -> Artifact:
 
 @dataclass
 class World:
-    """An imported model of the family `name`, the same one finetuned to give short answers, prompts and preferences between its answers."""
+    """An imported model of the family `name`, the same model finetuned to give short answers, prompts, and preferences between its
+    answers."""
 
     name: str
     store: Store
@@ -100,7 +101,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ]  # fmt: skip
     prompts = table(store, "prompts", asked)
     answers = execute(sample, SampleConfig(answers=6, max_tokens=6), {"models": [policy], "prompts": prompts}, store)
-    # One answer is the better one to whatever prompt, so that a few steps learn it on any machine.
+    # One answer is better for every prompt, so that a few steps learn it on any machine.
     liked = table(store, "prompts", [{**row, "reference": SAID[1]} for row in asked])
     made_ = execute(preferences, PreferencesConfig(heldout_fraction=0.2), {"answers": answers, "prompts": liked}, store)
     return World(request.param, store, model, instructions, policy, prompts, answers, made_)
@@ -122,7 +123,7 @@ def test_pages_and_answers_are_evaluated(world: World) -> None:
     prompts = table(world.store, "prompts", [{**row, "split": "heldout"} for row in world.prompts.read().to_pylist()])
     made_ = execute(evaluate, config, {"model": world.policy, "documents": documents, "prompts": prompts}, world.store)
     found = {(row["task"], row["metric"]): row["value"] for row in made_.read().to_pylist()}
-    # One of three answers is right whichever it gives.
+    # Whatever the model answers, one of three answers is right.
     assert found["all", "finished"] == 1 and 0.25 < found["all", "accuracy"] <= 1
     assert math.isfinite(found["pages", "document_bits_per_byte"]) and found["choice", "accuracy"] >= 0
 
@@ -142,7 +143,7 @@ def test_preferences_train_reward_models_and_policies(world: World, engine: str,
     fit = {"engine": engine, "method": method, "lora": {"rank": 2}, "training": {**FIT, "batch_size": 16, "epochs": 16.0, "schedule": {"learning_rate": 2e-3}}}
     for stage, config in ((reward_model, RewardModelConfig(**fit)), (dpo, DpoConfig(nll_weight=0, **fit))):
         log = execute(stage, config, given, world.store).read("training_log")["loss"].to_pylist()
-        assert log[-1] < log[0] == pytest.approx(math.log(2), rel=1e-5), stage.name  # equal rewards, and the policy is the reference
+        assert log[-1] < log[0] == pytest.approx(math.log(2), rel=1e-5), stage.name  # the rewards are equal, and the policy is the reference
 
 
 def test_the_round_goes_on(world: World, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_wrong_way_of_sampling_is_named_at_the_import(given: dict[str, Any], m
 
 
 def test_a_prompt_that_the_template_refuses_stops_nothing(world: World, tmp_path: Path) -> None:
-    """Mistral's and Llama 2's templates want roles that alternate; here it is a template of that kind over the same tokens."""
+    """Mistral's and Llama 2's templates require alternating roles; here, such a template is used with the same tokens."""
     store = world.store
     save(load(world.policy.path()), tmp_path / "strict", Tokenizer.load(world.policy.path()).with_template(STRICT + Tokenizer.load(world.policy.path()).template.source))
     (external,) = External.resolve(f"model={tmp_path / 'strict'}")

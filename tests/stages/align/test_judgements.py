@@ -1,4 +1,4 @@
-"""What people say of pairs becomes preferences; their agreement against its definition; the page that asks them."""
+"""People's judgements of pairs become preferences; their agreement is checked by its definition; the page that asks for judgements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from puna.storage.schemas import table_schema
 
 
 def answered(store: Store, prompts: int = 4) -> tuple[Artifact, Artifact]:
-    """Three answers to each prompt, one of them unfinished and two of them equal to another."""
+    """Return three answers to each prompt: one is unfinished, and two are equal to another one."""
     asked = [
         {"id": f"p{n}", "task": "t", "split": "train", "messages": asking(f"question {n}"), "tools": None, "reference": None, "verifier": None}
         for n in range(prompts)
@@ -90,7 +90,7 @@ def test_several_peoples_judgements_become_preferences(tmp_path: Path) -> None:
     rows = {row["id"]: row for row in found.read().to_pylist()}
     assert set(rows) == {one, four} and {row["rule"] for row in found.read("dropped").to_pylist()} == {"no_majority", "skipped"}
     first = rows[one]
-    # Ada's last word counts: 4 and 2 are 3, "better".
+    # Ada's last judgement counts: 4 and 2 average to 3, "better".
     assert first["level"] == "better" and [message_of(first, c)["content"] for c in ("edited", "chosen", "rejected")] == ["very good", "good", "bad"]  # type: ignore[index]
     assert messages_of(first)[0]["content"] == "question, asked well"
     assert rows[four]["level"] == LEVELS[-1] and message_of(rows[four], "chosen") == {"role": "assistant", "content": "bad"}
@@ -114,7 +114,7 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
         sides.add(side)
         said = {"pair": shown["pair"], "by": "Ada", "better": side, "level": "better"}
         assert client.post("/judge", json=said).json() == {"ok": True}
-        # Asked for again, the pair has the same sides, and what was said of it.
+        # Shown again, the pair has the same sides and the earlier judgement.
         again = client.get("/pair", params={"by": "Ada", "place": shown["place"]}).json()
         assert (again["left"], again["before"]["better"]) == (shown["left"], side)
     assert sides == {"left", "right"} and "pair" not in client.get("/pair", params={"by": "Ada"}).json()
@@ -123,7 +123,7 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
     wrong = client.post("/judge", json={"pair": shown["pair"], "by": "Ada", "better": "left", "level": "best"})
     assert wrong.status_code == 400 and "significantly_better" in wrong.json()["error"]
     assert client.post("/judge", json={"pair": "none", "by": "Ada"}).status_code == 400
-    # A page that is opened anew goes on where it was, and what is saved prefers the good answers alone.
+    # A reloaded page continues where it was, and saving only good answers works.
     later = TestClient(desk_application(Desk(store, answers, prompts)))
     saved = later.post("/save").json()
     assert saved["rows"] == 12 and saved["id"] == store.alias("judged@latest").id
@@ -131,7 +131,7 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
 
 
 def test_names_that_judged_nothing_take_no_memory(tmp_path: Path) -> None:
-    """Each name that was asked for was kept for ever."""
+    """Each name that was requested used to be kept forever."""
     store = Store.open(tmp_path / "store")
     desk = Desk(store, *answered(store))
     client = TestClient(desk_application(desk))
@@ -141,7 +141,7 @@ def test_names_that_judged_nothing_take_no_memory(tmp_path: Path) -> None:
 
 
 def test_no_acknowledged_judgement_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Line breaks of Unicode in an edit, a disk that was full for a while, and a line that a crash cut."""
+    """Unicode line breaks in an edit, a disk that was full for a while, and a line truncated by a crash."""
     store = Store.open(tmp_path / "store")
     answers, prompts = answered(store, prompts=3)
     desk = Desk(store, answers, prompts)

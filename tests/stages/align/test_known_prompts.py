@@ -1,4 +1,4 @@
-"""Prompts like IFEval's: what they ask is what their checker checks, and none repeats a test prompt."""
+"""Prompts like IFEval's: their text matches their checker, and none repeats a test prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def known() -> ModuleType:
 
 
 def followed(name: str, given: dict[str, Any], text: str) -> str:
-    """Return an answer that follows an instruction, written from its arguments and its words."""
+    """Return an answer that follows an instruction, built from its arguments and its text."""
     number = next((value for value in given.values() if isinstance(value, int)), 0)
     answers = {
         "existence": " ".join(given.get("keywords", [])),

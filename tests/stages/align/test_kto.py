@@ -1,4 +1,4 @@
-"""Stage dpo with loss kto: answers that are called good or bad one by one."""
+"""Stage dpo with loss kto: answers labelled good or bad one by one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_of(store: Store, rows: list[dict[str, Any]]) -> Artifact:
 
 
 def answers(store: Store, **more: str) -> Artifact:
-    """Eight good answers, four bad ones."""
+    """Return eight good and four bad answers."""
     return rows_of(store, [{**more, "prompt_id": f"{more}{i:02d}", "messages": asking(f"say {i}"), **({"chosen": answering("1")} if i % 3 else {"rejected": answering("no")})} for i in range(12)])
 
 
@@ -47,9 +47,9 @@ def test_single_answers_are_learned_from(tmp_path: Path, tiny_model: Tiny) -> No
         logs.append(made.read("training_log").to_pylist())
         metrics = made.manifest.metrics
         assert (metrics["good_answers"], metrics["bad_answers"]) == (8, 4) and metrics["final_margin"] > 0.01
-        # The same answers are held out: what is told of them is what the next step would have begun with.
+        # The same answers are held out: their metrics are what the next step would start with.
         assert metrics["heldout_answers"] == 12 and metrics["heldout_margin"] > metrics["final_margin"]
-    # At the reference every ratio and the distance are 0: half of each answer's weight.
+    # At the reference every ratio and the KL divergence are 0: the loss is half of each answer's weight.
     assert logs[0][0]["loss"] == pytest.approx((8 * 1.0 + 4 * 2.5) / 2 / 12, rel=1e-5)
     assert logs[0][-1]["chosen_reward"] > 0 > logs[0][-1]["rejected_reward"]
     assert [row["loss"] for row in logs[1]] == pytest.approx([row["loss"] for row in logs[0]], abs=1e-4)

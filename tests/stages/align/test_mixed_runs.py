@@ -1,4 +1,4 @@
-"""Artifacts of different runs that do not belong together are refused by name."""
+"""Artifacts of different runs that do not fit together are refused with an error that names them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Tiny = Callable[..., Artifact]
 
 
 class FrenchConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of a model."""
 
 
 @stage(kind="model", version="1")
 def tiny_french(config: FrenchConfig, run: StageRun) -> None:
-    """A model of the same shape as `tiny`, with a tokenizer of as many tokens that learned other words."""
+    """Write a model of the same shape as `tiny`, with a tokenizer of the same size trained on other words."""
     tiny.function(TinyConfig(seed=config.seed), run)
     model = load(run.folder)
     vocabulary = Tokenizer.train(["donne la bonne réponse à la question suivante " * 9 + TEXT], model.config.vocab_size)
@@ -66,7 +66,7 @@ def test_a_policy_is_not_scored_by_a_reward_model_of_another_tokenizer(tmp_path:
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path, tiny_model: Tiny) -> None:
-    """Its rewards would all be 0, and the answer with the largest id the best."""
+    """Otherwise all its rewards would be 0, and the answer with the largest id the best."""
     store = Store.open(tmp_path)
     model, questions = tiny_model(store), asked(store)
     given = execute(sample, SampleConfig(answers=2, max_tokens=2), {"models": [model], "prompts": questions}, store)
@@ -92,7 +92,7 @@ def test_a_reward_model_is_no_language_model(tmp_path: Path, tiny_model: Tiny) -
 
 
 def test_steps_beyond_those_of_the_settings_are_steps_of_one_run(tmp_path: Path, tiny_model: Tiny) -> None:
-    """A control arm with 2 steps more than 3 is what 5 steps make, schedule and all; passes are steps first."""
+    """A control arm with 2 steps more than 3 equals a run of 5 steps, including the schedule; epochs are converted to steps first."""
     store = Store.open(tmp_path)
     gold = execute(instructions, InstructionsConfig(), {"prompts": asked(store)}, store)
     given = {"model": tiny_model(store), "instructions": [gold]}
@@ -133,7 +133,7 @@ def pairs(store: Store, split: str, prompts: range, name: str) -> Artifact:
 
 
 def test_prompts_held_out_in_one_set_of_preferences_are_not_trained_on_in_another(tmp_path: Path, tiny_model: Tiny) -> None:
-    """The accuracy on held-out pairs would be that on prompts the reward model was trained on."""
+    """Otherwise the accuracy on held-out pairs would be measured on prompts that the reward model was trained on."""
     store = Store.open(tmp_path)
     given = [pairs(store, "train", range(6), "a"), pairs(store, "heldout", range(5, 8), "b")]
     with pytest.raises(PunaError, match=r"prompt 05 is held out in preferences/\w+ and trained on in preferences/\w+"):
@@ -144,7 +144,7 @@ def test_prompts_held_out_in_one_set_of_preferences_are_not_trained_on_in_anothe
 
 
 def test_ends_of_a_log_are_those_of_steps_that_were_taken(tmp_path: Path) -> None:
-    """A skipped step has no loss; a run that took no step has learned nothing, and says so."""
+    """A skipped step has no loss; a run without any accepted step learned nothing, and reports that."""
     nan = float("nan")
     log = [{"step": float(step), "tokens": 1.0, "loss": loss, "learning_rate": 0.1, "accuracy": loss} for step, loss in enumerate((nan, 2.0, 1.0, nan), 1)]
     with Store.open(tmp_path).work("0" * 64) as work:

@@ -1,4 +1,4 @@
-"""Adapters trained beside matrices in 4 bits (QLoRA), against the same matrices unpacked."""
+"""Adapters trained on 4-bit matrices (QLoRA), compared with the same matrices unpacked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEVELS = np.array([
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ])  # fmt: skip
-"""NF4's numbers: Dettmers et al. 2023, appendix E."""
+"""NF4's levels: Dettmers et al. 2023, appendix E."""
 
 
 def settings(quantization: str, **fields: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def settings(quantization: str, **fields: Any) -> dict[str, Any]:
 
 @stage(kind="model", version="1")
 def unpacked(model: Model, config: SeededConfig, run: StageRun) -> None:
-    """A model whose layers' matrices have been in NF4."""
+    """Write a model whose layers' matrices were rounded to NF4."""
     from puna.models.formats.quantised import merge, to_nf4
 
     found = to_nf4(load(model.path()))
@@ -50,13 +50,13 @@ def unpacked(model: Model, config: SeededConfig, run: StageRun) -> None:
 
 
 def both(store: Store, start: Artifact) -> tuple[Artifact, Artifact]:
-    """A model, and the same with its layers' matrices rounded to NF4."""
+    """Return a model, and the same model with its layers' matrices rounded to NF4."""
     return start, execute(unpacked, SeededConfig(), {"model": start}, store)
 
 
 @nf4
 def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
-    """Blocks of 64 numbers, each over its largest; the scales are 8-bit numbers again, so that they are off by a little."""
+    """Blocks of 64 numbers, each divided by its largest; the scales are quantised to 8 bits, so they are slightly off."""
     from puna.models.formats.quantised import Nf4Linear
     from puna.models.transformer import Linear
 
@@ -66,11 +66,11 @@ def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
     blocks, found = linear.weight.detach().numpy(), packed.dequantize().numpy()
     scale = np.abs(blocks).max(1, keepdims=True)
     nearest = LEVELS[np.abs((blocks / scale)[..., None] - LEVELS).argmin(-1)]
-    # One number of a block is its largest: 1 or -1, which unpacked is its scale.
+    # One number of a block is its largest: 1 or -1, which unpacks to its scale.
     scales = np.abs(found).max(1, keepdims=True)
     np.testing.assert_allclose(found / scales, nearest, atol=1e-6)
     np.testing.assert_allclose(scales, scale, rtol=0.02)
-    # Half a byte a number, one byte a block, and what the scales are unpacked with: 256 levels, one fp32 per 256 blocks, the mean.
+    # Half a byte per number, one byte per block, and the tables to unpack scales: 256 levels, one fp32 per 256 blocks, the mean.
     assert packed.bytes() == 32 * 32 + 32 + 4 * (16 + 256 + 1 + 1)
 
 
@@ -111,14 +111,14 @@ def test_training_is_that_of_adapters_beside_the_unpacked_matrices(tmp_path: Pat
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0][-1] < losses[0][0]
     assert made.manifest.metrics["weight_bytes"] < expected.manifest.metrics["weight_bytes"]
     if kind == "dpo":
-        # The reference is the policy as training begins, 4 bits and all.
+        # The reference is the policy at the start of training, including its 4-bit matrices.
         assert made.manifest.metrics["first_margin"] == pytest.approx(0, abs=1e-6)
         assert made.manifest.metrics["heldout_margin"] == pytest.approx(expected.manifest.metrics["heldout_margin"], abs=1e-5)
 
 
 @nf4
 def test_the_reward_of_a_policy_in_4_bits_rises(tmp_path: Path, tiny_model: Tiny) -> None:
-    """Its adapters alone learn; reference and start are the policy as it is in 4 bits."""
+    """Only the adapters learn; reference and start are the 4-bit policy."""
     store = Store.open(tmp_path)
     start, rounded = both(store, tiny_model(store))
     prompts = asked(store)
@@ -136,7 +136,7 @@ def test_the_reward_of_a_policy_in_4_bits_rises(tmp_path: Path, tiny_model: Tiny
     before, after = (load(one.path()).state_dict() for one in (rounded, made))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "_proj" in name}
-    # The first rollout's answers are those of the unpacked matrices, and so is what is learned from them.
+    # The first rollout's answers equal those of the unpacked matrices, and so does the learning from them.
     ours, wanted = (learned(one, name, rollouts=1) for one, name in ((start, "nf4"), (rounded, "none")))
     assert ours.read("training_log")["score"].to_pylist() == wanted.read("training_log")["score"].to_pylist()
     for name, tensor in load(wanted.path()).state_dict().items():

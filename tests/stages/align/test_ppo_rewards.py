@@ -1,4 +1,4 @@
-"""PPO by verifiers: the reward rises where it can; the product is the verifier's score times the reward model's probability."""
+"""PPO with verifiers: the reward rises if possible; the product is the verifier's score times the reward model's probability."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     "rollouts": 8, "prompts": 6, "answers": 8, "max_tokens": 4, "critic_learning_rate": 3e-3, "kl_coefficient": 0.0, "unfinished_penalty": 0.0,
     "schedule": {"learning_rate": 5e-3},
 }  # fmt: skip
-# A letter that random weights write now and then: there is something to reinforce.
+# A letter that random weights sometimes write, so that there is something to reinforce.
 LETTER = to_text("regex", pattern="[a-m]", extract=False)
 
 
@@ -90,7 +90,7 @@ def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny,
     config = GrpoConfig(method=method, lora={"rank": 4}, **loss, **given)
     made = execute(grpo, config, {"policy": model, "prompts": asked(store)}, store)
     scores = made.read("training_log")["score"].to_pylist()
-    # A rollout has 48 answers, with a standard error of .07: the later four together show the rise.
+    # A rollout has 48 answers, with a standard error of .07: only the later four together show the increase.
     assert sum(scores[4:]) / 4 > scores[0] + 0.15, scores
     assert "value_loss" not in made.read("training_log").column_names
     before, after = load(model.path()), load(made.path())
@@ -100,7 +100,8 @@ def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny,
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_vllm_draws_answers_of_a_policy_in_training(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, noise: float) -> None:
-    """With the stand-in of vLLM's `LLM`: its weights follow the policy's, and what it computes differently is weighed in the loss."""
+    """With the stub of vLLM's `LLM`: its weights follow the policy's, and importance weights in the loss correct for its different
+    numbers."""
     StandIn.made.clear()
     monkeypatch.setattr(StandIn, "noise", noise)
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=StandIn, SamplingParams=Asked))
@@ -166,7 +167,7 @@ def test_the_product_rises_too(tmp_path: Path, tiny_model: Tiny) -> None:
     made = execute(ppo, PpoConfig(reward="product", **SETTINGS), given, store)
     metrics = made.manifest.metrics
     assert metrics["final_score"] > metrics["first_score"] > 0
-    # What the verifiers say stands beside the reward and the KL divergence.
+    # The verifiers' scores are logged beside the reward and the KL divergence.
     log = made.read("training_log").to_pylist()
     assert all(0 < row["score"] < row["gold"] <= 1 for row in log) and metrics["final_gold"] == log[-1]["gold"]
     shown = made.manifest.figures["against_kl"]["series"]
@@ -189,12 +190,12 @@ def test_verifiers_that_reward_nothing_are_asked_where_the_divergence_is_measure
 
 
 class RewardsConfig(SeededConfig):
-    """Nothing to choose."""
+    """The seed of a rollout."""
 
 
 @stage(kind="evaluation", version="1")
 def rewards_stage(reward_model: Model, prompts: Prompts, config: RewardsConfig, run: StageRun) -> None:
-    """The three rewards of the same answers, and the last by other centers."""
+    """Write the three rewards of the same answers, and the last one with other centers."""
     rows, tokenizer = prompts.read().to_pylist(), Tokenizer.load(reward_model.path())
     asked = [prompt_ids(tokenizer, row) for row in rows]
     scorer, network = Scorer(rows, ScoringConfig(), run), load(reward_model.path(), "scalar")
@@ -202,7 +203,7 @@ def rewards_stage(reward_model: Model, prompts: Prompts, config: RewardsConfig, 
     for some in ((scorer, []), (None, [network]), (scorer, [network])):
         found = rewards_of(*some, rows, asked, tokenizer, 4096, floor=0.25)
         FOUND.append(found(asked, answers))
-    # Of the first answers to the first prompt two are right; of the second, alone, none is.
+    # Of the first answers to the first prompt two are right; of the second prompt's answers none is.
     FOUND.append(found.center_by(asked[:1], answers[:1])(asked, answers))
     FOUND.append(found.center_by(asked[:1], [answers[0][1:2]])(asked, answers))
     run.write_rows([])
@@ -235,7 +236,7 @@ def test_the_product_is_the_score_times_the_probability(tmp_path: Path, tiny_mod
 
 
 def test_the_product_is_centered_by_the_start(tmp_path: Path, tiny_model: Tiny) -> None:
-    """With one rollout whose rate is next to nothing the numbers' center is that of the policy, trained or not; `zero` has none."""
+    """With one rollout at a negligible learning rate, the numbers' center is the policy's, trained or not; `zero` has none."""
     store = Store.open(tmp_path)
     model = tiny_model(store)
     given = {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model)}
@@ -251,7 +252,7 @@ def test_the_product_is_centered_by_the_start(tmp_path: Path, tiny_model: Tiny) 
 
 @stage(kind="evaluation", version="1")
 def ensembles_stage(reward_model: list[Model], prompts: Prompts, config: RewardsConfig, run: StageRun) -> None:
-    """The numbers of each member, of the mean and of the least."""
+    """Write the numbers of each member, of the mean and of the minimum."""
     rows, tokenizer = prompts.read().to_pylist(), Tokenizer.load(reward_model[0].path())
     asked = [prompt_ids(tokenizer, row) for row in rows]
     answers = [[completion(tokenizer, text) for text in ("abc", "xyz")] for _ in rows]
@@ -313,7 +314,7 @@ def test_a_judge_rewards_the_policy(tmp_path: Path, tiny_model: Tiny) -> None:
 
 @pytest.mark.parametrize("train, max_stale", [(ppo, 0), (grpo, 1)])
 def test_every_answer_is_a_row_of_the_table_rollouts(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, train: Any, max_stale: int) -> None:
-    """A run that ends in the second of three rollouts and goes on has the rows of one that does not, each once."""
+    """A run that stops in the second of three rollouts and resumes has the same rows as an uninterrupted run, each once."""
     settings = {**SETTINGS, "rollouts": 3, "prompts": 4, "answers": 3, "max_stale": max_stale, "reward": "product", "kl_coefficient": 0.1}
     if train is grpo:
         del settings["critic_learning_rate"]

@@ -38,13 +38,13 @@ def answer(text: str, gold: float, model: str = "A", finished: bool = True, samp
 
 
 def sides(row: dict[str, Any]) -> tuple[str | None, ...]:
-    """The texts of chosen, rejected and edited."""
+    """Return the texts of chosen, rejected and edited answers."""
     found = [message_of(row, side) for side in ("chosen", "rejected", "edited")]
     return tuple(None if message is None else message["content"] for message in found)
 
 
 def slow_distance(a: str, b: str) -> int:
-    """The definition of Levenshtein's distance, as a recursion."""
+    """Return Levenshtein's distance by its recursive definition."""
 
     @cache
     def distance(i: int, j: int) -> int:
@@ -66,11 +66,11 @@ def test_edit_distance_is_its_definition(a: str, b: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "margin", "level", "edited"),
     [
-        # right (quality 1) against nothing in common (0)
+        # right (quality 1) against an answer with nothing in common (0)
         (("12", 1.0), ("99", 0.0), 1.0, "significantly_better", None),
         # right against one digit wrong (0.4 * 0.5)
         (("12", 1.0), ("13", 0.0), 0.8, "significantly_better", None),
-        # a part mark 0.5 and closeness 2/4 (0.3 + 0.2) against nothing: improvable, so edited
+        # a part mark of 0.5 and closeness 2/4 (0.3 + 0.2) against nothing: improvable, so an edit is added
         (("1234", 0.5), ("99", 0.0), 0.5, "better", "12"),
         # closeness 1/2 against 0, no marks
         (("13", 0.0), ("99", 0.0), 0.2, "slightly_better", "12"),
@@ -113,7 +113,7 @@ def test_an_answer_that_was_cut_off_counts_as_wrong_where_told() -> None:
         # 0.6 + 0.4 against closeness of 2 / 6 alone
         assert rule is None and margin == pytest.approx(1 - 0.4 / 3) and sides(row) == ("12", "12 and", None)
         assert [message_of(row, side).get("finished") for side in ("chosen", "rejected")] == [None, False]
-    # Closeness 0 against 1 / 3: what was cut off would be chosen.
+    # Closeness 0 against 1 / 3: the truncated answer would be chosen.
     assert judge(PROMPT, wrong, cut, config, 0.0)[1] == "unfinished"
     assert judge(PROMPT, cut, answer("9", 0.0, finished=False), config, 0.0)[1] == "unfinished"
 
@@ -129,7 +129,7 @@ def test_pairs_are_of_two_models_and_use_no_answer_twice(counts: dict[str, int],
     total, largest = sum(counts.values()), max(counts.values())
     if len(counts) > 1:
         assert all(a["model"] != b["model"] for a, b in pairs)
-        # The largest matching between groups: all but one answer at most, unless one group outweighs the others.
+        # The largest matching between groups: at most all answers but one, unless one group is larger than the others together.
         assert len(pairs) == min(most, total // 2, total - largest)
     else:
         assert len(pairs) == min(most, total // 2)
@@ -146,7 +146,7 @@ def test_thresholds_must_fall() -> None:
 
 
 def tables(store: Store, texts: dict[str, list[tuple[str, float]]]) -> dict[str, Any]:
-    """Prompts 0..n-1 with reference 12, and each model's answers to all of them."""
+    """Return prompts 0..n-1 with reference 12, and each model's answers to all of them."""
     count = len(next(iter(texts.values())))
     asked = [
         {"id": f"{i:032x}", "task": "t", "split": "train", "messages": asking(f"q{i}"), "tools": None, "reference": "12",
@@ -200,7 +200,8 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_edit_is_never_the_rejected_answer() -> None:
-    """An annotator's mistake puts a wrong answer before the right one: the reference cannot be its improvement, too."""
+    """A wrong annotation ranks a wrong answer above the right one: the reference cannot be the wrong answer's edit and the rejected
+    answer."""
     prompt = {"id": "p", "task": "t", "messages": asking("?"), "tools": None, "reference": "42"}
     right, wrong = answer("42 ", 1.0, "A"), answer("17", 0.0, "B")
     config = PreferencesConfig(noise=5.0)

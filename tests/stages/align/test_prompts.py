@@ -1,4 +1,4 @@
-"""Prompts and their verifiable scorer."""
+"""Prompts and their verifiers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_references_score_full_marks_and_wrong_answers_do_not(tmp_path: Path) ->
 
 
 def test_chain_sum_by_hand() -> None:
-    """The references are right by arithmetic, not only by the generator's word."""
+    """The references are checked by arithmetic, not only by the generator."""
     dataset = generator("chain_sum", json.dumps(SUMS), seed=5, size=50)
     for i in range(50):
         entry = dataset[i]
@@ -69,14 +69,14 @@ def test_chain_sum_by_hand() -> None:
 
 
 def test_a_space_too_small_is_refused_with_its_size(tmp_path: Path) -> None:
-    """Two one-digit terms with + or -: 10 * 10 * 2 questions, no more."""
+    """Two one-digit terms with + or - give 10 * 10 * 2 questions and no more."""
     task = [{"task": "chain_sum", "parameters": {**SUMS, "max_terms": 2}}]
     with pytest.raises(PunaError, match=r"chain_sum: 5000 draws .* give 200 different questions, .*; 190 train questions are needed"):
         made(Store.open(tmp_path), tasks=task, draws=5000, train=150, skip=40, heldout=10)
 
 
 def test_slices_are_samples_of_one_distribution(tmp_path: Path) -> None:
-    """Half of the draws are sums of two terms, a space of 200; in the order of drawing they would run out first."""
+    """Half of the draws are sums of two terms, from a space of 200; in the order of drawing these would be used up first."""
     store = Store.open(tmp_path)
     tasks = [{"task": "chain_sum", "parameters": SUMS}]
     shares = []

@@ -1,4 +1,4 @@
-"""Prompts of preferences between refusals and other answers, and the flow that measures both mistakes."""
+"""Prompts with preferences between refusals and other answers, and the flow that measures both kinds of mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A reward model on pairs by subset and on n answers, against arithmetic over its rewards, and its rewards against transformers."""
+"""A reward model evaluated on pairs by subset and on n answers: compared with arithmetic on its rewards, and its rewards with
+transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Tiny = Callable[..., Artifact]
 
 
 def learned(store: Store, tiny_model: Tiny) -> Artifact:
-    """A reward model that prefers who says `and` last."""
+    """Return a reward model that prefers the answer that ends with `and`."""
     rows = [preference(f"train{n}", f"{n}", chosen=answering(f"{n} {n % 7} and"), rejected=answering(f"{n % 5} {n} to")) for n in range(24)]
     return execute(reward_model, RewardModelConfig(head_only=True), {"model": tiny_model(store), "preferences": [table(store, "preferences", rows)]}, store)
 
@@ -48,8 +49,8 @@ def test_accuracy_by_subset_beside_length(tmp_path: Path, tiny_model: Tiny) -> N
         right = [rewards[name, "chosen_reward"] > rewards[name, "rejected_reward"] for name in names]
         assert rows[subset, "accuracy"]["value"] == pytest.approx(statistics.fmean(right)) and rows[subset, "accuracy"]["n"] == len(names)
         assert all(name.startswith(letter) or name == "same" for name in names)
-    assert rows["fair", "accuracy"]["value"] > 0.8 and rows["reversed", "accuracy"]["value"] < 0.3  # two equal answers are not right
-    # By characters: `0 and` is shorter than `0 0 to`; `0 to` is shorter than `0 and`, once they are as long.
+    assert rows["fair", "accuracy"]["value"] > 0.8 and rows["reversed", "accuracy"]["value"] < 0.3  # a tie does not count as right
+    # By characters, `0 and` is shorter than `0 0 to`; at equal token counts, `0 to` is shorter than `0 and`.
     assert (rows["fair", "always_longer"]["value"], rows["fair", "always_shorter"]["value"]) == (0.0, 1.0)
     assert (rows["reversed", "always_longer"]["value"], rows["reversed", "always_shorter"]["value"]) == pytest.approx((0.1, 0.9))
     assert made.manifest.metrics["pairs"] == 13

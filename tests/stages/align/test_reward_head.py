@@ -1,4 +1,4 @@
-"""A reward model whose head alone is fitted: the optimum is the optimum, and nothing else changes."""
+"""A reward model of which only the head is fitted: the fit is the optimum, and all other weights stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tiny = Callable[..., Artifact]
 
 
 def test_the_head_is_the_minimum() -> None:
-    """The gradient, by autograd, vanishes there, and the Hessian is positive by its penalty: there is no other."""
+    """The gradient, by autograd, vanishes at the fit, and the penalty makes the Hessian positive definite, so the minimum is unique."""
     random = torch.Generator().manual_seed(1)
     differences = torch.randn(40, 6, generator=random, dtype=torch.float64) * 5 + 1
     weight = torch.rand(40, generator=random, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_one_difference_by_hand() -> None:
 
 
 def test_what_a_fold_alone_would_teach_is_not_known_of_it() -> None:
-    """Five directions, one for each fold: a fit to the others knows nothing of a fold's own, one to all of them everything."""
+    """Five directions, one for each fold: a fit on the other folds does not learn a fold's own direction, a fit on all folds learns all."""
     own = torch.eye(5, dtype=torch.float64).repeat(8, 1)
     pairs = Pairs(own, torch.ones(40).double(), torch.arange(40) % 5)
     assert cross_validated(pairs) == 0.5 and bool((own @ bradley_terry(own, pairs.weight, best_penalty(pairs)) > 0).all())
@@ -53,7 +53,7 @@ def test_what_a_fold_alone_would_teach_is_not_known_of_it() -> None:
 
 
 def rows(split: str, numbers: range) -> list[dict[str, object]]:
-    """Whoever says `and` last is preferred to whoever says `to`."""
+    """Return rows in which the answer that ends with `and` is preferred to the one that ends with `to`."""
     said = [(f"{n} {n % 7} and", f"{n % 5} {n} to") for n in numbers]
     return [
         preference(f"{split}{n}", f"{n}", chosen=answering(better), rejected=answering(worse)) | {"split": split}
@@ -78,7 +78,7 @@ def test_only_the_head_changes_and_it_orders_prompts_it_has_not_seen(tmp_path: P
 
 
 def test_a_rank_that_follows_fits_no_head_beside_rank_0(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would save their hidden states in one folder."""
+    """Otherwise both ranks would save their hidden states in one folder."""
     store, config = Store.open(tmp_path), RewardModelConfig(head_only=True)
     data, declared = table(store, "preferences", rows("train", range(6))), REGISTRY["reward_model"]
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -96,7 +96,8 @@ def test_what_trains_layers_is_refused(more: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("stop", [1, 4, 40])
 def test_a_stopped_stage_goes_on_from_its_states_and_fits(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
-    """Ctrl-C in the first batch of hidden states, within a fit, and after some fits: the same artifact, and no work twice."""
+    """Ctrl-C in the first batch of hidden states, within a fit, and after some fits: the artifact is the same, and no work is done
+    twice."""
     monkeypatch.setattr(resumable_loop, "REPEATED_SECONDS", 0.0)
     calls, at = 0, stop
 

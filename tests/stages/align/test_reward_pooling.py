@@ -1,4 +1,5 @@
-"""A reward that is the mean over an answer's tokens: its definition, its place in the model's own configuration, and who must refuse it."""
+"""A reward that is the mean over an answer's tokens: its definition, its field in the model's configuration, and the programs that must
+refuse it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PROMPT = "say a number"
 
 
 def rewards_by_hand(model: Transformer, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return the scalar head at each of an answer's tokens, from a pass over prompt and answer alone."""
+    """Return the scalar head's output at each of an answer's tokens, from a pass over only this prompt and answer."""
     with torch.no_grad():
         states = model.hidden(Forest.pack([torch.tensor([*prompt, *answer])]))
         return [float(states[len(prompt) + place] @ model.score.weight[0]) for place in range(len(answer))]
@@ -55,7 +56,7 @@ def test_the_mean_is_over_the_answers_own_tokens() -> None:
 
 
 def rows(split: str, numbers: range) -> list[dict[str, object]]:
-    """Whoever says `and` somewhere is preferred; the last word is the same."""
+    """Return rows in which the answer that contains `and` is preferred; the last word is the same."""
     said = [(f"{n} and 1 say", f"{n} or 1 say") for n in numbers]
     return [
         preference(f"{split}{n}", f"{n}", chosen=answering(better), rejected=answering(worse)) | {"split": split}
@@ -90,11 +91,11 @@ def test_the_model_says_how_its_reward_is_read(tmp_path: Path, tiny_model: Tiny,
             export_model(made["mean"], tmp_path / format, format)
     export_model(made["last"], tmp_path / "hf")
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").config.num_labels == 1
-    with pytest.raises(ValueError, match="transformers is not told where one begins; train with pooling=last"):
+    with pytest.raises(ValueError, match="whose start transformers does not know; train with pooling=last"):
         PunaForSequenceClassification.from_pretrained(made["mean"].path())
     with pytest.raises(PunaError, match=r"config\.json differs"):
         execute(average, AverageConfig(), {"models": [made["mean"], made["last"]]}, store)
-    # Trained on from there, the reward is read as that training says.
+    # After further training, the reward is read as set for that training.
     again = execute(reward_model, RewardModelConfig(head_only=True), {**given, "model": made["mean"]}, store)
     assert json.loads(again.path("config.json").read_text()) == raw["last"]
 

@@ -40,13 +40,13 @@ ANY_MODEL = (InputFacts("model", None, None),)
 
 
 def score(prompt: dict[str, Any], text: str) -> float | None:
-    """What the prompt's own verifier says."""
+    """Return the score of the prompt's own verifier."""
     return from_text(prompt["verifier"]).score(question_of(prompt), text).value
 
 
 @stage(kind="model", version="1")
 def tiny_again(config: TinyConfig, run: StageRun) -> None:
-    """The models of `tiny` under other keys."""
+    """Write the models of `tiny` under other keys."""
     tiny.function(config, run)
 
 
@@ -61,7 +61,7 @@ def asked(store: Store, train: int = 6, heldout: int = 2) -> Artifact:
 
 
 def scorer(store: Store, model: Artifact) -> Artifact:
-    """A reward model that has seen a few preferences."""
+    """Return a reward model trained on a few preferences."""
     rows = [
         {"id": f"{i}", "prompt_id": f"{i}", "task": "t", "split": "train", "messages": asking(f"say {i}"), "tools": None,
          "chosen": answering("1"), "rejected": answering("no no"), "edited": None, "others": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
@@ -100,7 +100,7 @@ def test_answers_carry_models_gold_and_logprobs(tmp_path: Path, tiny_model: Tiny
 
 
 def test_answers_and_preferences_follow_from_what_their_keys_hold(tmp_path: Path, tiny_model: Tiny) -> None:
-    """The same models under other keys, in another order: the same answers and preferences, byte by byte."""
+    """The same models under other keys, in another order, give the same answers and preferences byte for byte."""
     store = Store.open(tmp_path)
     questions = asked(store, train=12)
     found = []
@@ -170,7 +170,7 @@ def test_a_window_forgets_and_takes_no_draft(tmp_path: Path, tiny_model: Tiny) -
     assert sample.needs is not None
     unmet = sample.needs(config.replace(serving=serving), Facts({"models": ANY_MODEL, "draft": ANY_MODEL}, None))
     assert unmet == ["serving.window: a draft needs the whole context; leave out the draft or the window"]
-    for refused, told in (({"sinks": 16}, "only with a window"), ({"engine": "vllm", "window": 64}, "vLLM has no window"), ({"window": 40}, "multiple of 16")):
+    for refused, told in (({"sinks": 16}, "only with a window"), ({"engine": "vllm", "window": 64}, "vLLM supports no window"), ({"window": 40}, "multiple of 16")):
         with pytest.raises(ValueError, match=told):
             ServingSettings(**refused)
 
@@ -202,14 +202,14 @@ def test_answers_survive_a_crash_stretch_by_stretch(tmp_path: Path, tiny_model: 
     with pytest.raises(KeyboardInterrupt):
         execute(sample, config, given, stores[1])
     made = execute(sample, config, given, stores[1])
-    # Two models, stretches of 4 and 2 prompts; only the third was begun twice.
+    # Two models, chunks of 4 and 2 prompts; only the third was computed twice.
     assert calls == [4, 2, 4, 4, 2]
     columns = ["id", "tokens", "finished", "gold"]
     assert made.read(columns=columns).equals(whole.read(columns=columns)) and made.manifest.metrics == whole.manifest.metrics
 
 
 def answers(store: Store, questions: Artifact, texts: dict[str, list[tuple[str, bool]]]) -> Artifact:
-    """For each model its (text, finished) answers, the same ones to every prompt."""
+    """Return for each model its (text, finished) answers, the same ones to every prompt."""
     train = [r for r in questions.read().to_pylist() if r["split"] == "train"]
     rows = [
         {"id": f"{p['id'][:8]}{model}{i}", "prompt_id": p["id"], "sample": i, "model": model, "text": text, "tokens": [1],
@@ -243,7 +243,7 @@ def test_the_best_by_reward_is_picked_and_agreement_counted(tmp_path: Path, tiny
 
 
 def test_the_reward_model_ranks_right_answers_alone(tmp_path: Path, tiny_model: Tiny) -> None:
-    """Each prompt's right number among all numbers; without `correct` the two of the highest rewards, each text once."""
+    """Each prompt's right answer among all numbers; without `correct` the two answers with the highest rewards, each text once."""
     store = Store.open(tmp_path)
     questions = asked(store)
     right = {row["id"]: str(row["reference"]) for row in questions.read().to_pylist() if row["split"] == "train"}
@@ -266,7 +266,7 @@ def test_the_reward_model_ranks_right_answers_alone(tmp_path: Path, tiny_model: 
 
 
 def test_answers_learned_together_are_learned_as_apart(tmp_path: Path, tiny_model: Tiny) -> None:
-    """One step on all of them: the same weights but for rounding, with the tokens of each prompt once and not four times."""
+    """One step on all of them gives the same weights up to rounding, with each prompt's tokens once instead of four times."""
     store = Store.open(tmp_path)
     start, questions = tiny_model(store), asked(store)
     given = answers(store, questions, {"A": [("1", True), ("no no", True), ("5 5", True), ("7", True)]})
@@ -317,7 +317,7 @@ def test_a_dropped_prompt_has_its_own_reason(tmp_path: Path, tiny_model: Tiny) -
     model, questions = tiny_model(store), asked(store)
     first, second, third = sorted(r["id"] for r in questions.read().to_pylist() if r["split"] == "train")[:3]
     table = answers(store, questions, {"A": [("no no", True)] * 2, "B": [("1", True)] * 2}).read()
-    # To the first prompt nobody finished, to the second only A did, wrongly.
+    # To the first prompt nobody finished an answer, to the second only A did, and it was wrong.
     done = [not (r["prompt_id"] == first or (r["prompt_id"] == second and r["model"] == "B")) for r in table.to_pylist()]
     table = table.set_column(table.schema.get_field_index("finished"), "finished", pa.array(done))
     inputs = {"answers": store.import_table("answers", table), "reward_model": scorer(store, model), "prompts": questions}

@@ -1,4 +1,4 @@
-"""Stage synthesize: problems and answers by a model that follows a script, so that what is kept can be told by hand."""
+"""Stage synthesize: problems and answers by a scripted model, so that the kept ones can be derived by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def asked(store: Store, rows: list[dict[str, Any]]) -> Artifact:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], list[str]]:
-    """`scripted(script)`: `script(prompt, n)` is what the model answers, None what was cut off; returns the prompts that it saw."""
+    """Return `scripted(script)`: the model answers with `script(prompt, n)`, None for a truncated answer; it returns the prompts that it
+    saw."""
 
     def use(script: Script) -> list[str]:
         seen: list[str] = []
@@ -56,7 +57,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], list[str]]:
 
 
 def made_of(artifact: Artifact) -> dict[str, tuple[str, str]]:
-    """Problem and answer of each row, by its prompt."""
+    """Return the problem and the answer of each row, by its prompt."""
     return {row["prompt_id"]: tuple(content_of(one) for one in messages_of(row)) for row in artifact.read().to_pylist()}  # type: ignore[misc]
 
 
@@ -79,7 +80,7 @@ def test_given_prompts_keep_a_right_answer_and_are_tried_again(tmp_path: Path, t
     assert {(row["id"], row["rule"]) for row in made.read("dropped").to_pylist()} == {("02", "none_right"), ("03", "none_right")}
     assert sorted((row["name"], row["value"]) for row in made.read("scores").to_pylist()) == [("right", 0.75), ("right", 1.0), ("tries", 1.0), ("tries", 2.0)]
     assert [made.manifest.metrics[f"right_after_{number}"] for number in (1, 2, 3)] == [1, 2, 2]
-    # Nine questions of four answers, all checked; each has a token at least.
+    # Nine questions with four answers each, all checked; each has at least one token.
     assert made.manifest.metrics["checker_calls"] == 36 and 36 <= made.manifest.metrics["sampled_tokens"] < 36 * 9
     bare = asked(store, [{"messages": asking("say it")}])
     with pytest.raises(PunaError, match="1 of 1 prompts have no verifier"):
@@ -126,7 +127,7 @@ def test_written_programs_pass_tests_that_tell_them_from_none(tmp_path: Path, ti
     config = SynthesizeConfig(problems="code", count=2, answers=1)
     made = execute(synthesize, config, {"model": tiny_model(store), "prompts": questions}, store)
     ((problem, answer),) = made_of(made).values()
-    # x * x passes the first test only; told so, the model mends it.
+    # x * x passes only the first test; given that message, the model corrects it.
     assert "double" in problem and "2 * x" in answer
     assert [(row["rule"], row["value"]) for row in made.read("dropped").to_pylist()] == [("tests", 1.0)]
     assert made.manifest.metrics["right_after_1"] == 0 and made.manifest.metrics["right_after_2"] == 1
@@ -138,7 +139,7 @@ def test_agreement_by_its_definition() -> None:
 
     said = ["The answer is 4.", "#### 4", "the answer is 5", "I do not know"]
     assert values(said) == [1, 1, 0, 0] and values(said, 0.6) == [0, 0, 0, 0]
-    assert values(["The answer is 4.", "The answer is 5."]) == [0, 0]  # as many for each
+    assert values(["The answer is 4.", "The answer is 5."]) == [0, 0]  # equally many votes for each
     assert score_agreement(["perhaps"], 0.5)[0].detail == NO_ANSWER
     assert assertions("```python\nassert a(1)\n  assert a(1)\nx = 1\n```\nassert b") == ["assert a(1)"]
     assert trigrams("One two, THREE four") == {("one", "two", "three"), ("two", "three", "four")} and trigrams("?!") == set()

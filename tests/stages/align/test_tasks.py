@@ -1,4 +1,4 @@
-"""Tasks of Puna's own: right answers are right, wrong ones are not, and held-out structures are in no training question."""
+"""Puna's own tasks: right answers are accepted, wrong ones are not, and no training question has a held-out structure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_record_has_the_fields_asked_for_and_no_other() -> None:
 
 
 def test_numbers_by_their_definition() -> None:
-    """Every pair of numbers, against the sentence that a person would check by."""
+    """Every pair of numbers, compared with the sentence by which a person would check them."""
     verifier = {"name": "numbers", "count": 2, "lower": 3, "upper": 9, "divisor": 2, "remainder": 1, "order": "rising"}
     for a in range(13):
         for b in range(13):
@@ -112,7 +112,7 @@ def test_numbers_by_their_definition() -> None:
 
 
 def test_given_digits_by_their_definition() -> None:
-    """Every pair of numbers below 100, against the sentence that a person would check by."""
+    """Every pair of numbers below 100, compared with the sentence by which a person would check them."""
     first = {"name": "numbers", "count": 2, "lower": 10, "upper": 99, "digits": [7, 2], "order": "rising"}
     last = {**first, "place": "last", "lower": 20, "upper": 50, "order": "falling"}
     for a in range(100):
@@ -131,7 +131,7 @@ def asked(store: Store, **values: Any) -> Artifact:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_training_question_has_the_structure_of_a_held_out_one(tmp_path: Path, seed: int) -> None:
-    """The sum of the digits by 5; in every task and every slice."""
+    """The structure is the sum of the digits modulo 5; in every task and every slice."""
     store = Store.open(tmp_path)
     found: dict[str, set[int]] = {"heldout": set(), "train": set()}
     for skip in (0, 60):
@@ -173,7 +173,7 @@ PROMPT = {"name": "numbers", "count": 2, "lower": 2, "upper": 8, "divisor": 2, "
 
 
 def answered(store: Store, prompt_count: int = 40) -> dict[str, Any]:
-    """Prompts with one verifier, each with six answers: four right, two of them with a 4 first."""
+    """Return prompts with one verifier, each with six answers: four are right, and two of these begin with a 4."""
     rows = [
         {"id": f"p{i}", "task": "t", "split": "train", "messages": asking(f"say {i}"), "tools": None, "reference": None,
          "verifier": from_text_json(PROMPT)} for i in range(prompt_count)
@@ -206,7 +206,7 @@ def test_preferences_are_by_right_and_then_by_taste(tmp_path: Path) -> None:
     for row in rows:
         better, worse = rank[content(row["chosen"])], rank[content(row["rejected"])]
         assert better > worse and row["edited"] is None
-        # .6 for right, .4 for the taste.
+        # .6 for right, .4 for the preference.
         assert row["margin"] == pytest.approx({(3, 2): 0.4, (2, 0): 0.6, (3, 0): 1.0}[better, worse])
     flipped = execute(preferences, config.model_copy(update={"flips": 0.3}), given, store).read().to_pylist()
     wrong = sum(rank[content(row["chosen"])] < rank[content(row["rejected"])] for row in flipped)

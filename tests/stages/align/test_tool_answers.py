@@ -31,7 +31,7 @@ def call(expression: str) -> str:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], list[str]]:
-    """`scripted(script)`: `script(context, n)` gives the turns that follow a context; returns the contexts that the model saw."""
+    """Return `scripted(script)`: `script(context, n)` gives the turns that follow a context; it returns the contexts that the model saw."""
 
     def use(script: Script) -> list[str]:
         seen: list[str] = []
@@ -64,11 +64,12 @@ def sums(store: Store, split: str, *pairs: tuple[int, int]) -> Artifact:
 
 
 def test_answers_are_kept_with_calls_that_ran(tmp_path: Path, tiny_model: Tiny, scripted: Callable[[Script], list[str]]) -> None:
-    """Four tries: by the tool, without it, by a call that fails, and by the tool but wrong. Then: without it, until told."""
+    """Four attempts: with the tool, without it, with a call that fails, and with the tool but wrong. Then: without it, until asked to use
+    it."""
     store = Store.open(tmp_path)
 
     def script(context: str, n: int) -> Sequence[str]:
-        if n == 1:  # the turn behind a reply
+        if n == 1:  # the turn after a reply
             return ["It is 150." if "12 * 13 * 1" in context else "It is 156." if "12" in context else "It is 35."]
         if "say 12" in context:
             return [call("12 * 13"), "It is 156.", call("12 * "), call("12 * 13 * 1")]
@@ -90,9 +91,9 @@ def test_answers_are_kept_with_calls_that_ran(tmp_path: Path, tiny_model: Tiny, 
     for row in rows.values():
         (tool,) = tools_of(row) or ()
         assert tool["function"]["name"] == "calculator"
-    assert sum(NO_CALL in text for text in seen) == 2 + 2 * 4  # two problems asked once more, and four calls behind each
+    assert sum(NO_CALL in text for text in seen) == 2 + 2 * 4  # two problems requested again, and four calls after each
 
-    # Finetuning learns the calls and the last turn; what the tool said, nobody wrote.
+    # Finetuning trains on the calls and the last turn, not on the tool's replies, which no model wrote.
     tokenizer = Tokenizer.load(given["model"].path())
     for row in rows.values():
         (example,) = render_conversation(tokenizer, row)
@@ -102,7 +103,7 @@ def test_answers_are_kept_with_calls_that_ran(tmp_path: Path, tiny_model: Tiny, 
 
 
 def test_what_is_evaluated_may_call_tools(tmp_path: Path, tiny_model: Tiny, scripted: Callable[[Script], list[str]]) -> None:
-    """A model that copies the tool's result is right on all, and on none without the tool, on the same prompts."""
+    """A model that copies the tool's result is right on all prompts with the tool, and on none without it."""
     store = Store.open(tmp_path)
 
     def script(context: str, n: int) -> Sequence[str]:

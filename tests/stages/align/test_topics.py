@@ -1,4 +1,4 @@
-"""Topics of instructions: told from labelled examples, measured beside both controls, evened out."""
+"""Topics of instructions: learned from labelled examples, compared with two controls, and balanced."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_topics_are_told_and_measured_beside_their_controls(tmp_path: Path, tiny
     truth = {row["id"]: row["task"] for row in given.read().to_pylist()}
     for name, one in told(made).items():
         assert one["fine"][0] == truth[name] and one["coarse"][0] == coarse(truth[name])
-        # Both kinds of maths together are at least as probable as the likelier of them.
+        # Both kinds of maths together are at least as probable as the likelier of the two.
         assert 1 + 1e-9 >= one["coarse"][1] >= one["fine"][1] - 1e-9 > 0.5
     metrics = made.manifest.metrics
     assert metrics["labelled"] == 60 and metrics["fine_accuracy"] == metrics["coarse_accuracy"] == 1.0
-    # Two of three labelled requests are maths; of three equal fine topics none is right much more often than a third.
+    # Two of three labelled requests are maths; of the three equally frequent fine topics, none makes up half.
     assert metrics["coarse_majority"] == pytest.approx(2 / 3) and metrics["fine_majority"] < 0.5
     assert metrics["coarse_words"] == 1.0 and metrics["fine_words"] < 0.8, "digits alone do not tell sums from differences"
     assert (metrics["coarse_topics"], metrics["fine_topics"]) == (2, 3)
@@ -82,7 +82,7 @@ def test_the_fit_is_at_its_minimum() -> None:
     share = probabilities(weights, x)
     assert share.sum(1) == pytest.approx(np.ones(30))
     wanted = np.array([[one.topic == name for name in "abc"] for one in examples])
-    inner = 2.0 * x.astype(np.float64)  # the root of the four dimensions
+    inner = 2.0 * x.astype(np.float64)  # divided by the root of the four dimensions
     gradient = inner.T @ (share - wanted) / 30 + 0.02 * weights[:-1]
     assert np.abs(gradient).max() < 1e-6 and np.abs((share - wanted).mean(0)).max() < 1e-6
 

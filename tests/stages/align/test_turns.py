@@ -1,4 +1,4 @@
-"""GRPO in several turns: environments and tools reply, verifiers see the conversation, and whatever is wrong is told to the model."""
+"""GRPO in several turns: environments and tools reply, verifiers see the conversation, and errors are reported to the model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Echo(BoundedVerifier):
-    """Reply with the turn's length until one holds an e; score the e's of the turns before the last."""
+    """Reply with the turn's length until a turn contains an e; score the number of e's in the turns before the last."""
 
     name: ClassVar[str] = "echo"
 
@@ -75,12 +75,12 @@ def asked(store: Store, verifier: str | None, count: int = 4) -> Artifact:
 
 
 class TalkativeConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of a model."""
 
 
 @stage(kind="model", version="1")
 def talkative(policy: Model, config: TalkativeConfig, run: StageRun) -> None:
-    """The tiny model with one number of its embeddings alike, by which its output layer likes to end a turn."""
+    """Write the tiny model with one number of all its embeddings equal, which makes its output layer likely to end a turn."""
     tokenizer, model = Tokenizer.load(policy.path()), load(policy.path())
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 0.3
@@ -156,7 +156,7 @@ def call(name: Any, arguments: Any) -> str:
         (call("calculator", {"expression": "__import__('os')"}), ["Error: holds more than numbers"]), (call("calculator", {"expression": "x + 1"}), ["Error: name 'x' is not defined"]),
         (call("calculator", {"formula": "1"}), ['Error: the arguments of calculator are {"expression": "..."}']), (call("calculator", "1"), ["Error: the arguments"]),
         (call("shell", {"command": "ls"}), ["Error: there is no tool 'shell', only calculator"]), (call({}, 1), ["Error: there is no tool '{}', only calculator"]),
-        (call("python", {"code": "print(1)"}), ["Error: there is no tool 'python', only calculator"]),  # not among the tools of this run
+        (call("python", {"code": "print(1)"}), ["Error: there is no tool 'python', only calculator"]),  # not among this run's tools
         ('<tool_call>{"name": "calc', ["Error: a call is JSON"]), ("<tool_call>[1]</tool_call> and " + call("calculator", {"expression": "1+1"}), ["Error: a call is JSON", "2"]),
         ("<tool_call>" + "[" * 100_000, ["Error: a call is JSON"]), (call("calculator", {"expression": "1"}) * 5, ["1"] * 4 + ["Error: a turn has at most 4 calls"]),
     ],
@@ -173,7 +173,7 @@ def test_tools_are_shown_as_json_schemas() -> None:
 
 
 class ReplyConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of replies."""
 
 
 FOUND: list[Any] = []
@@ -182,15 +182,15 @@ TURNS: list[tuple[dict[str, Any], str]] = []
 
 @stage(kind="evaluation", version="1")
 def reply_all(policy: Model, config: ReplyConfig, run: StageRun) -> None:
-    """The replies to the turns of a test."""
+    """Write the replies to a test's turns."""
     tokenizer = Tokenizer.load(policy.path())
     rows = {tuple(prompt_ids(tokenizer, row)): row for row, _ in TURNS}
     stop = tokenizer.stop_ids[-1]
     answers = [(list(ids), Completion([*tokenizer.encode(text), stop], [], True)) for ids, (_, text) in zip(rows, TURNS, strict=True)]
-    answers.append((answers[0][0], Completion([*tokenizer.encode(TURNS[0][1]), tokenizer.eos], [], True)))  # a document's end
+    answers.append((answers[0][0], Completion([*tokenizer.encode(TURNS[0][1]), tokenizer.eos], [], True)))  # the end of a document
     FOUND[:] = Replies(rows, tokenizer, ("python", "calculator"), Tools(ScoringConfig(seconds=1.0), run))(answers)
     for (ids, one), reply in zip(answers[:-1], FOUND, strict=False):
-        if reply is not None:  # the tokens behind the answer are those of the conversation that goes on
+        if reply is not None:  # the tokens after the answer equal those of the continued conversation
             row, turn = rows[tuple(ids)], {"role": "assistant", "content": tokenizer.decode(one.tokens[:-1])}
             whole = tokenizer.chat([*json.loads(row["messages"]), turn, *reply[1]])
             assert [*ids, *one.tokens, *reply[0]] == whole
@@ -224,7 +224,7 @@ def test_replies_of_others_code_and_of_programs(tmp_path: Path, tiny_model: Tiny
     execute(reply_all, ReplyConfig(), {"policy": tiny_model(store)}, store)
     said = [None if reply is None else [(one["role"], one["content"]) for one in reply[1]] for reply in FOUND]
     assert said == [
-        [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: it takes more than 1 s of computing")],
+        [("user", "say 0? hi!")], [("user", "mine failed: ValueError: no")], None, [("user", "say 3? hi!")], [("user", "mine: it takes more than 1 s of CPU time")],
         [("tool", "Error: ZeroDivisionError: division by zero (answer.py, line 2)\n42\n")], [("tool", "Error: time")], None, None,
     ]  # fmt: skip
 

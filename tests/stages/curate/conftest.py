@@ -1,4 +1,4 @@
-"""Small corpora for the tests of curation, as fixtures that give functions."""
+"""Small corpora for the tests of curation, as fixtures that return functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THEMES = {
 
 
 def _documents(store: Store, rows: Iterable[tuple[str, str, str]]) -> Artifact:
-    """A documents artifact of rows (id, source, text)."""
+    """Return a documents artifact with rows (id, source, text)."""
     made = [{"id": i, "url": f"https://x.org/{i}", "fetched_at": WHEN, "source": s, "title": None, "text": t} for i, s, t in rows]
     schema = pa.schema(
         [("id", pa.string()), ("url", pa.string()), ("fetched_at", pa.timestamp("us", tz="UTC")), ("source", pa.string()),
@@ -30,7 +30,7 @@ def _documents(store: Store, rows: Iterable[tuple[str, str, str]]) -> Artifact:
 
 
 def _themed(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
-    """Documents of shuffled words of one theme each; "wikipedia" has full stops, "web" shouts, "code" is code."""
+    """Return documents of shuffled words from one theme each; "wikipedia" has full stops, "web" is in capitals, "code" is code."""
     generator = np.random.default_rng(seed)
     rows = []
     for n in range(count):
@@ -45,7 +45,7 @@ def _themed(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
 
 
 def _small_model(store: Store, texts: list[str]) -> Artifact:
-    """A small untrained model as an artifact."""
+    """Return a small untrained model as an artifact."""
     import torch
 
     from puna.models.config import ModelConfig
@@ -65,17 +65,17 @@ def _small_model(store: Store, texts: list[str]) -> Artifact:
 
 @pytest.fixture
 def make_documents():
-    """`make_documents(store, rows)`: a documents artifact of rows (id, source, text)."""
+    """Return `make_documents(store, rows)`, which makes a documents artifact with rows (id, source, text)."""
     return _documents
 
 
 @pytest.fixture(scope="session")
 def themed():
-    """`themed(count)`: rows of documents of three themes and three sources."""
+    """Return `themed(count)`, which makes rows of documents with three themes and three sources."""
     return _themed
 
 
 @pytest.fixture(scope="session")
 def small_model():
-    """`small_model(store, texts)`: an untrained model, its tokenizer trained on the texts, as an artifact."""
+    """Return `small_model(store, texts)`, which makes an untrained model, with a tokenizer trained on the texts, as an artifact."""
     return _small_model

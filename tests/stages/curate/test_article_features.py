@@ -1,4 +1,4 @@
-"""What the network alone sees of a block: every number beside one that is found by walking the page, and by hand on a small page."""
+"""The features of a block that only the network gets: compared with values found by walking the page, and by hand on a small page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = TEXT.split()
 
 
 def random_page(seed: int):
-    """A page of nested containers with paragraphs, links, pictures and captions."""
+    """Return a page of nested containers with paragraphs, links, pictures and captions."""
     generator = np.random.default_rng(seed)
 
     def text():
@@ -84,7 +84,7 @@ def test_features_are_what_a_walk_over_the_page_finds(seed):
         assert found["words_said"][b] == pytest.approx(sum(h in others for h in hashes) / len(hashes))
 
 
-@pytest.mark.parametrize("step", [1, 7, 1 << 20, 1 << 40])  # the last two: keys of one place, more than are looked at
+@pytest.mark.parametrize("step", [1, 7, 1 << 20, 1 << 40])  # the last two: more colliding keys than slots that are tried
 def test_keys_are_counted_however_they_fall(step):
     keys = np.random.default_rng(step).integers(0, 3 * PROBES, 400).astype(np.uint64) * np.uint64(step)
     assert groups(keys)[0].tolist() == [Counter(keys.tolist())[key] for key in keys.tolist()]

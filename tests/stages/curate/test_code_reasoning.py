@@ -1,4 +1,4 @@
-"""Pages with code and pages that reason: what is counted, what labels, and classifiers that find both."""
+"""Pages with code and pages with reasoning: the counts, the labels from them, and classifiers that find both."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_formulas_by_hand():
     assert formula_marks(code_points("∑ x² ≤ 9, ×")) == 4
     assert formula_marks(code_points("the price is 5 € \\ 10 \\")) == 0
     text = "Suppose the theorem is false. Then the Theorem implies, hence, an equation x² = 2."
-    # suppose, theorem (once), implies, hence, equation; what lies behind the characters that are read does not count
+    # suppose, theorem (once), implies, hence, equation; words beyond the characters read do not count
     assert measure(pa.array([text, "", text]), 100) == [Technical(1, 0, 1, 5), Technical(0, 0, 0, 0), Technical(1, 0, 1, 5)]
     assert measure(pa.array(["²" * 9, text]), 5) == [Technical(1, 0, 5, 0), Technical(1, 0, 0, 0)]
 
@@ -76,7 +76,7 @@ def test_formulas_by_hand():
     ("kind", "found", "label"),
     [
         ("code", Technical(30, 3, 0, 0), True),
-        ("code", Technical(20, 2, 0, 0), None),  # a tenth of the lines, but two only
+        ("code", Technical(20, 2, 0, 0), None),  # a tenth of the lines, but only two lines
         ("code", Technical(31, 3, 0, 0), None),
         ("code", Technical(50, 1, 0, 0), False),
         ("reasoning", Technical(9, 0, 0, 3), True),
@@ -92,7 +92,7 @@ def test_labels_at_their_bounds(kind, found, label):
 
 
 def corpus(count, seed=0):
-    """Pages of three kinds, a third of code and of reasoning without the signs that label them."""
+    """Return pages of three kinds; a third of those with code and with reasoning lack the signs that label them."""
     generator = np.random.default_rng(seed)
     words = {kind: text.split() for kind, text in TEXTS.items()}
     rows, kinds = [], {}
@@ -109,7 +109,7 @@ def corpus(count, seed=0):
 
 
 def trained_and_applied(store, documents, **inputs):
-    """Classifiers of both kinds, and the signals they give to the documents that they learned from."""
+    """Return classifiers of both kinds, and their signals on the documents that they learned from."""
     made = execute(train_code_reasoning, TrainCodeReasoningConfig(**SMALL), {"documents": documents, **inputs}, store)
     return made, execute(code_reasoning, StageConfig(), {"documents": documents, "classifier": made}, store)
 
@@ -121,10 +121,10 @@ def test_pages_without_the_signs_are_found(tmp_path, make_documents):
     table = {r["id"]: r for r in made.read().to_pylist()}
     source = table.pop("source")
     assert all(value is None for name, value in source.items() if name != "id")
-    alone = make_documents(store, rows[-1:])  # a part of left out sources
+    alone = make_documents(store, rows[-1:])  # part of the excluded sources
     assert execute(code_reasoning, StageConfig(), {"documents": alone, "classifier": classifier}, store).read().to_pylist() == [source]
     metrics = classifier.manifest.metrics
-    # 60 of the 90 pages of a kind carry its signs.
+    # 60 of the 90 pages of a kind have its signs.
     assert (metrics["code_positives"], metrics["reasoning_positives"]) == (60, 60)
     assert metrics["code_auc"] > 0.99 and metrics["reasoning_auc"] > 0.99
     for kind in ("code", "reasoning"):
@@ -149,7 +149,7 @@ def test_grades_of_a_judge_come_before_the_signs(tmp_path, make_documents):
     metrics = classifier.manifest.metrics
     assert metrics["code_positives"] == sum(grade == 4.0 for grade in judged["code_judgement"])
     assert metrics["code_positives"] + metrics["code_negatives"] == sum(grade is not None for grade in judged["code_judgement"])
-    # Three positives are too few to learn from: no score, and the metrics say why.
+    # Three positive examples are too few to learn from: there is no score, and the metrics say why.
     assert metrics["reasoning_positives"] == 3 and "reasoning_auc" not in metrics
     assert made.read()["reasoning_score"].null_count == len(ids)
     none = store.import_table("signals", pa.table({"id": ids, "judgement": [1.0] * len(ids)}))

@@ -1,4 +1,4 @@
-"""Readers' comments below an article go; forums, short posts and sections about comments keep their words."""
+"""Readers' comments below an article are removed; forums, short posts and sections about comments keep their text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAID = "<p>I was there and saw it leave</p>"
 
 
 def left(body: str) -> str:
-    """The text without comments of a page of which all is kept."""
+    """Return the text without comments of a page whose blocks are all kept."""
     page = read_page(HTMLTree.parse(f"<html><body>{body}</body></html>"))
     return text_of(page, without_comments(page, np.ones(len(page.blocks), np.bool_)))
 
@@ -26,16 +26,16 @@ def test_comments_below_an_article_go(container):
     end = container[1:].split()[0] + ">"
     text = left(f"<article>{STORY}</article>{container}{SAID * 3}</{end}<p>The harbour is closed today</p>")
     assert "harbour" in text and "I was there" not in text
-    assert "closed today" in text  # what is below them and no comment
+    assert "closed today" in text  # text below the comments that is not a comment
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        f'<p>Short</p><div id="comments">{SAID}{STORY}</div>',  # they are the content
-        f'{STORY}<div id="respond-to-review-comments">{SAID}</div>',  # a section about them
+        f'<p>Short</p><div id="comments">{SAID}{STORY}</div>',  # the comments are the content
+        f'{STORY}<div id="respond-to-review-comments">{SAID}</div>',  # a section about comments
         f'{STORY}<div class="commentary">{SAID}</div>',
-        f'{STORY}<div class="comments">{SAID}</div><p>{"and so on it went " * 20}</p>',  # each entry of a list has some
+        f'{STORY}<div class="comments">{SAID}</div><p>{"and so on it went " * 20}</p>',  # each entry of a list has comments
     ],
 )
 def test_what_is_no_comment_below_an_article_stays(body):

@@ -1,4 +1,4 @@
-"""Contamination: questions planted in what a model was trained on, found through its lineage."""
+"""Contamination: questions planted in a model's training data, found through its lineage."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ CLEAN = "Clean text about llamas in the high grassland of the Andes and of their
 
 @stage(kind="tokens", version="1")
 def packed(documents: Documents, mixture: Mixture | None, config: StageConfig, run: StageRun) -> None:
-    """Stand for tokenized documents."""
+    """Stand in for the stage that tokenizes documents."""
     (run.folder / "model.json").write_text("{}")
 
 
 @stage(kind="model", version="1")
 def pretrained(tokens: Tokens, config: StageConfig, run: StageRun) -> None:
-    """Stand for a pretrained model."""
+    """Stand in for pretraining."""
     (run.folder / "config.json").write_text("{}")
 
 
 @stage(kind="model", version="1")
 def tuned(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
-    """Stand for a fine-tuned model."""
+    """Stand in for fine-tuning."""
     (run.folder / "config.json").write_text("{}")
 
 
 @stage(kind="evaluation", version="1")
 def solved(prompts: Prompts, config: StageConfig, run: StageRun) -> None:
-    """Solve a1 and b1, half of b2."""
+    """Stand in for an evaluation: a1 and b1 solved, half of b2."""
     run.write_rows([evaluation_row("all", "score", 0.5, 4)])
     run.write_rows([{"id": name, "name": "score", "value": {"a1": 1.0, "b1": 1.0, "b2": 0.5}.get(name, 0.0)} for name in QUESTIONS], "scores")
 
 
 @pytest.fixture
 def built(tmp_path, make_documents):
-    """A model trained on a document with a1 and instructions with b1; a2 and b2 stand only in what was held out."""
+    """Return a model trained on a document with a1 and instructions with b1; a2 and b2 occur only in held-out data."""
     store = Store.open(tmp_path)
     rows = [{"id": name, "task": name[0], "split": "heldout", "messages": asking(text), "tools": None, "reference": "x", "verifier": None} for name, text in QUESTIONS.items()]
     prompts = store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))

@@ -1,4 +1,4 @@
-"""Curation on an object store that fails makes what it makes on a disk."""
+"""Curation on an object store with failing requests gives the same result as on a local disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules with datatrove's thresholds decide as datatrove's filters do, on its live output."""
+"""Rules with datatrove's thresholds decide as datatrove's filters do, compared by running datatrove."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PAGES = {
 
 
 def test_each_rule_has_its_reason():
-    """A sound page passes all groups."""
+    """A good page passes all groups."""
     texts = [page for pages in PAGES.values() for *_, page in pages] + [GOOD]
     signals, theirs, start = measured(texts), dropped_by_datatrove(texts), 0
     for group, pages in PAGES.items():
@@ -64,7 +64,7 @@ def test_each_rule_has_its_reason():
 
 
 def test_pages_of_the_python_manual_meet_the_same_end():
-    """Though datatrove cuts words as spaCy does."""
+    """The decisions agree although datatrove splits words as spaCy does."""
     texts = [topics[name] for name in sorted(topics)[::2]]
     assert different(texts) == {}
     assert all(len(dropped(measured(texts), group)) > 5 for group in ("gopher_repetition", "c4", "fineweb"))

@@ -1,4 +1,4 @@
-"""The decision of rules on signals, against one SQL query that DuckDB runs."""
+"""Decisions by rules on signals, compared with one SQL query in DuckDB."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from puna.stages.curate.rules.groups import active_rules
 from puna.stages.curate.select import SelectConfig
 from puna.storage.schemas import table_schema
 
-SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing them declares their signals
+SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing these modules declares their signals
 OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("groups", "sql"))
 
 
 def rules_sql(config):
-    """A DuckDB query that gives the rows of `dropped` for thresholds, from the tables `documents` and `signals`."""
+    """Return a DuckDB query that gives the rows of `dropped` for thresholds, from the tables `documents` and `signals`."""
     rules = list(active_rules(config))
     if not rules:
         return "select id, '' as rule, 0.0::double as value, 0.0::double as threshold, '' as detail from documents where false"
@@ -45,7 +45,7 @@ def rules_sql(config):
 def _condition(rule):
     if isinstance(rule.threshold, tuple):
         listed = ", ".join(map(_string, rule.threshold)) or "''"
-        # An empty list has no member; '' is no signal's value.
+        # An empty list has no member; '' is not a value of any signal.
         test = f"s.{_name(rule.drop.signal)} {rule.drop.when} ({listed})"
     else:
         test = f"{_number(rule.drop.signal)} {rule.drop.when} {float(rule.threshold)!r}"
@@ -136,7 +136,7 @@ def test_a_language_has_thresholds_of_its_own(data):
             known = of.get((row["language"], row["script"]))
             factor = 1.0 if known is None else known[f"{rule.drop.signal}_factor"]
             value = row[rule.drop.signal]
-            if factor is None:  # no basis: the rule abstains, whatever the value
+            if factor is None:  # no factor: the rule abstains, whatever the value
                 continue
             if value is None or (value < rule.threshold * factor if rule.drop.when == "<" else value > rule.threshold * factor):
                 expected.append((row["id"], rule.name, value, rule.threshold * factor))

@@ -1,4 +1,4 @@
-"""Decontamination: by hand, and against plain Python."""
+"""Decontamination by hand, and compared with plain Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_stage_names_prompt_and_ngram(tmp_path, make_documents):
     )
     made = execute(decontaminate, DecontaminateConfig(), {"documents": docs, "prompts": [prompts]}, store)
     assert made.read()["id"].to_pylist() == ["clean", "near"]
-    # 18 words and the answer's make 7 n-grams of 13; the last holds the answer, which is not in the document.
+    # 18 words and the answer's give 7 n-grams of 13; the last contains the answer, which is not in the document.
     assert made.read("dropped").to_pylist() == [{
         "id": "dirty", "rule": "decontaminate.ngram", "value": 6 / 7, "threshold": 0.0,
         "detail": "trains prompt p1: a train leaves the old station at nine and meets another one at",
@@ -61,7 +61,7 @@ def test_a_tolerated_overlap_keeps_the_document(tmp_path, make_documents):
 
 
 def test_a_tolerated_overlap_contaminates_no_prompt(tmp_path, make_documents):
-    """A document that holds one prompt whole, and of another one a beginning, is dropped for the first alone."""
+    """A document that contains one prompt completely, and the beginning of another, is dropped only for the first."""
     store, other = Store.open(tmp_path), " ".join([*QUESTION.split()[:14], *(f"word{i}" for i in range(40))])
     docs = make_documents(store, [("dirty", "web", QUESTION)])
     prompts = store.import_table("prompts", pa.Table.from_pylist([row("p1", QUESTION, "midway"), row("p2", other, "no")]))
@@ -139,7 +139,7 @@ def test_against_plain_python(prompts, text):
     for prompt in prompts:
         grams = {tuple(prompt[i : i + n]) for i in range(len(prompt) - n + 1)}
         shares.append(len(grams & inside) / len(grams))
-    # Every second run of three words is looked up for prompts with changes; the lower case of the last text is `str`'s affair.
+    # Every second run of three words is looked up for changed prompts; the last text's lower case is that of `str.lower`.
     near = build_fuzzy([" ".join(p) for p in prompts], 3, 2, 0, 3)
     threes = {tuple(p[i : i + 3]) for p in prompts for i in range(len(p) - 2)}
     likely = any(shares) or any(tuple(text[i : i + 3]) in threes for i in range(0, len(text) - 2, 2))
@@ -171,7 +171,7 @@ def test_texts_and_splits_are_looked_for(tmp_path, make_documents):
     assert dropped({"prompts": [prompts]}, splits=("train",))[0] == {"b": "trains prompt p1"}
     everything = {"a": "exam prompt e1", "b": "trains prompt p1", "c": "trains prompt p2"}
     assert dropped({"prompts": [prompts], "texts": [exam]}, splits=("heldout", "train"))[0] == everything
-    # A list of evaluations has no split of its own: none is held out, and all are looked for.
+    # A list of evaluations has no split: none is held out, so all are looked for.
     mine = store.import_table("prompts", pa.Table.from_pylist([row("p1", QUESTION, split="train")]))
     assert dropped({"prompts": [prompts, mine]})[0] == {"b": "trains prompt p1", "c": "trains prompt p2"}
     with pytest.raises(PunaError, match="has no prompts in the splits train to search for"):

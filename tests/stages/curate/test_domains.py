@@ -24,13 +24,13 @@ SMALL = {"buckets": 10_000, "dimension": 8, "min_labels": 5}
 
 
 def trained_and_applied(store, documents, **settings):
-    """A classifier of knowledge types, and the types of the documents that it learned from."""
+    """Return a classifier of knowledge types, and the types of the documents that it learned from."""
     made = execute(train_domains, TrainDomainsConfig(**SMALL, **settings), {"documents": documents}, store)
     return made, execute(domains, StageConfig(), {"documents": documents, "classifier": made}, store)
 
 
 def count(text):
-    # Texts are counted apart, and no further than they are read.
+    # Texts are counted separately, and only as far as they are read.
     twice, once, none = seed_counts(pa.array([f"{text} {text}", text, f"{' ' * len(text)}{text}"]), len(text)).tolist()
     assert twice == once == looked_at(text).tolist() and not any(none)
     return {name: n for name, n in zip(lexicon().types, once, strict=True) if n}
@@ -40,7 +40,7 @@ def test_seed_words_of_several_languages():
     assert count("The striker scored two goals; the GOALS came late.") == {"sports": 3}
     assert count("Le gardien de but a arrêté le ballon pendant le match.") == {"sports": 4}
     assert count("El paciente tiene una enfermedad del corazón.") == {"health": 3}
-    # "capital" is listed for business and for geography: it points to neither.
+    # "capital" is listed for business and for geography, so it counts for neither.
     assert count("capital") == {}
     assert lexicon().words.size == len(seed_words()[1]) > 100
 

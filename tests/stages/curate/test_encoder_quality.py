@@ -1,4 +1,4 @@
-"""Quality by an encoder: the head against its optimality conditions, both kinds of encoder, labels from sources and judges."""
+"""Quality by an encoder: the head checked by its optimality conditions, both kinds of encoder, labels from sources and judges."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_sources_and_judges_as_labels(tmp_path, make_documents, themed, small_mo
     documents, model = make_documents(store, rows), small_model(store, [text for _, _, text in rows])
     config = TrainEncoderQualityConfig(max_tokens=64)
     classifier = execute(train_encoder_quality, config, {"documents": documents, "model": model}, store)
-    assert classifier.manifest.metrics["auc"] > 0.99  # good sources have full stops, the others shout
+    assert classifier.manifest.metrics["auc"] > 0.99  # good sources have full stops, the others are in capitals
     assert "calibration" in classifier.manifest.figures
     given = {"documents": documents, "model": model}
     made = execute(encoder_quality, EncoderQualityConfig(), {**given, "classifier": classifier}, store)
@@ -57,7 +57,7 @@ def test_sources_and_judges_as_labels(tmp_path, make_documents, themed, small_mo
     assert all((value is None) == (source[i] == "code") for i, value in zip(table["id"], table["quality"], strict=True))
     values = sorted(value for value in table["quality"] if value is not None)
     assert np.mean(np.array(values) >= made.manifest.metrics["threshold"]) == pytest.approx(0.9, abs=0.02)
-    # A judge who likes sports and saw half of the documents.
+    # A judge who prefers sports and saw half of the documents.
     grades = [{"id": i, "judgement": 4.0 if "sports" in i else 1.0} for n, (i, _, _) in enumerate(rows) if n // 4 % 2]
     labels = store.import_table("signals", pa.Table.from_pylist(grades))
     learned = execute(train_encoder_quality, config, {**given, "labels": labels}, store)

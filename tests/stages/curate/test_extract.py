@@ -1,4 +1,4 @@
-"""Pages to text: content, encodings, bounds and what cannot be read."""
+"""Pages to text: content, encodings, bounds and unreadable pages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_code_tables_and_formulas_keep_their_structure():
     assert "def f(x):\n    if x:\n\n        return  1\n" in text
     assert "The formula \\frac{a}{b} and" in text
     assert "E = mc^2" in text
-    assert "llama" not in text  # alternative texts of pictures are captions of nothing
+    assert "llama" not in text  # alternative texts of images are not content
     assert "¶" not in text
 
 
@@ -94,7 +94,7 @@ JAPANESE = "これは文字コードの検出をテストするための日本�
     ("body", "charset", "expected"),
     [
         (GERMAN.encode(), None, GERMAN),
-        (GERMAN.encode(), "iso-8859-1", GERMAN),  # servers say this by default; valid UTF-8 is no accident
+        (GERMAN.encode(), "iso-8859-1", GERMAN),  # servers often declare this by default; valid UTF-8 does not occur by accident
         (GERMAN.encode("latin-1"), "iso-8859-1", GERMAN),
         (GERMAN.encode("latin-1"), "utf-8", GERMAN),
         (GERMAN.encode("latin-1"), None, GERMAN),
@@ -153,7 +153,7 @@ SOUND = (
     "Œuvre à prix réduit : « l’été » coûte 5 € — ça alors…", "A MAÇÃ DO JOÃO É ÓTIMA, NÃO É?", "Các bạn có khỏe không? Ồ, tôi khỏe.",
     "Zażółć gęślą jaźń – „cytat”", "Съешь ещё этих мягких французских булок", "Рішення № 5 — «Січень»", "ΑΘΗΝΑ: Ά, τι ωραία μέρα…",
     "今日は良い天気ですね。", "AKPEKPEGÃ LE GBEƑÃ ƉEM", "Þetta er ágætt, sagði Ævar", "x² ± ½ × 3 ÷ 2° → ∞", "naïve café №1 ™ © ®", "ครับ ภาษาไทย",
-    # Capitals and quotation marks that look like misread Cyrillic, or a misread letter.
+    # Capitals and quotation marks that look like misread Cyrillic, or like a misread letter.
     "RÁÐHERRANN SAGÐI AÐ BRÚIN VÆRI „REIÐUBÚIÐ“.", "OLMOOŠVUOIGÂDVUOĐÂI ALMOSMAAILMLÂŠ JULGÁŠTUS",
 )  # fmt: skip
 
@@ -208,7 +208,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("html", HOSTILE.values(), ids=HOSTILE)
 def test_a_page_that_would_hang_the_parser_is_stopped(html, monkeypatch):
-    """The parser takes 3 s to minutes for each, or gigabytes of memory; all grow with the square of the page."""
+    """The parser takes 3 s to minutes for each page, or gigabytes of memory; all grow with the square of the page's size."""
     monkeypatch.setattr(parse, "SECONDS", 0.3)
     with pytest.raises(Unreadable) as why:
         page_text(html.encode(), "text/html", None, CONFIG)
@@ -226,7 +226,7 @@ def test_a_page_that_is_parsed_apart_has_the_same_tree():
     (lambda patch: patch.setitem(sys.modules, "resiliparse.parse.html", None), "resiliparse.parse.html"),
 ], ids=["no process", "no weights", "no parser"])  # fmt: skip
 def test_no_page_is_dropped_for_a_fault_of_the_machine(problem, message, monkeypatch):
-    """A page of which the parser's process is asked, beside a sound one."""
+    """One page needs the parser's separate process; beside it is a good page."""
     problem(monkeypatch)
     bodies = [b"<p>" + b"<b x><table>" * 2000, PARAGRAPH.encode()]
     columns = {"id": ["0", "1"], "url": ["a", "b"], "fetched_at": [None, None], "source": ["web", "web"], "content_type": ["text/html"] * 2}
@@ -272,7 +272,7 @@ def test_a_page_that_raises_anything_is_dropped_and_the_others_go_on(tmp_path, m
 
 
 def cleaned_by_patterns(text):
-    """What `clean_text` says, by regular expressions."""
+    """Return the result of `clean_text`, computed with regular expressions."""
     text = "\n".join(line.rstrip(" \t\u00a0") for line in CONTROLS.sub("", repair(text)).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
@@ -296,7 +296,7 @@ def test_white_space_and_controls_go_from_the_ends_of_lines_and_texts(seed):
 
 
 def site(seed):
-    """Pages of many kinds: small and large, in other encodings, empty, hostile, plain."""
+    """Return pages of many kinds: small and large, in other encodings, empty, hostile, plain text."""
     choose = random.Random(seed)
     pieces = [PARAGRAPH, "<h2>A part</h2>", "<li><a href=/x>Elsewhere</a>", "<pre>x = 1\n\n\n  y </pre>", "<table><tr><td>1<td>2</table>",
               '<div class="comment">Thanks a lot!</div>', "<p>Ã©tÃ© caf\u00e9 \u2014 na\u00efve</p>", "<p>El perro y el gato.</p>", "<div>"]  # fmt: skip
@@ -326,7 +326,7 @@ def test_pages_give_the_same_text_whatever_they_are_read_with(monkeypatch, seed,
 
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_pages_give_the_same_text_in_any_company(monkeypatch, seed):
-    """Cut off, of 0 to 65 bytes, with other bytes in them; groups of pages as they fall."""
+    """Pages that are truncated, have 0 to 65 bytes, or contain other bytes; in groups of any composition."""
     choose = random.Random(seed)
     rows = []
     for body, media, charset in site(seed):
@@ -335,7 +335,7 @@ def test_damaged_pages_give_the_same_text_in_any_company(monkeypatch, seed):
             body[choose.randrange(len(body))] = choose.choice([0, 10, 34, 38, 47, 60, 62, choose.randrange(256)])
         rows.append((bytes(body), media, charset))
     alone = [one for row in rows for one in outcomes([row], CONFIG)]
-    assert len(set(map(type, alone))) == 2  # texts and reasons
+    assert len(set(map(type, alone))) == 2  # both texts and errors
     for size in (1, 300, 3000, 1 << 30):
         monkeypatch.setattr(extract_module, "TOGETHER", size)
         order = choose.sample(range(len(rows)), len(rows))
@@ -379,7 +379,7 @@ def test_the_stage_keeps_or_drops_every_page(tmp_path):
 
 
 def test_marks_of_markdown_go_where_that_is_asked_for():
-    """Comments beside code, powers, arguments and lists keep their signs."""
+    """Comments in code, powers, arguments and lists keep their signs."""
     lines = ["# How to bake", "Mix **two eggs** with flour, and **do not wait** for it.", "x = 2**3**4\n# a comment\nf(*args, **kwargs)", "* an item"]
     body = "".join(f"<p>{line}</p>" if "\n" not in line else f"<pre>{line}</pre>" for line in lines).encode()
     text = "\n\n".join(lines)

@@ -1,4 +1,4 @@
-"""Code and maths of pages: lines of code without their numbers, formulas that say what they said."""
+"""Code and maths on pages: lines of code without line numbers, and formulas with their meaning intact."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CODE = {
 
 
 def calls(work):
-    """How many functions `work` calls."""
+    """Return the number of function calls in `work`."""
     count = 0
 
     def counted(frame, event, argument):

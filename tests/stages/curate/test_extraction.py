@@ -1,4 +1,4 @@
-"""The parts of extraction: reading pages into blocks, bounds, trees, the cut, rendering, labels."""
+"""The parts of extraction: reading pages into blocks, bounds, trees, the cut, writing, labels."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.benchmarks.train_extraction import Page, as_arrays, corpus, snippet_l
 
 
 def texts(html: str) -> list[str]:
-    """The blocks' texts."""
+    """Return the blocks' texts."""
     page = read_page(HTMLTree.parse(html))
     return [page.text.tobytes()[b[L.START] : b[L.STOP]].decode() for b in page.blocks]
 
 
 def whole(html: str) -> str:
-    """All blocks as text."""
+    """Return all blocks as text."""
     page = read_page(HTMLTree.parse(html))
     return text_of(page, np.ones(len(page.blocks), np.bool_))
 
@@ -66,7 +66,7 @@ def whole(html: str) -> str:
         ('<p>k <span class="katex"><span class="katex-html">drawn</span></span>', "k"),
         ('<h2>Part<a class="headerlink" href="#p">¶</a></h2>', "Part"),
         ("<noscript>shown</noscript><template>too</template>", "shown\ntoo"),
-        # Markup that stands as text where a browser saved the page, or in a field to copy from.
+        # Escaped markup, as in pages saved by a browser, or in a field to copy from.
         ("<div></div><noscript> &lt;img src='x'&gt; no</noscript><textarea>&lt;a href='x'&gt;no&lt;/a&gt;</textarea><p>&lt;b&gt;", "<b>"),
         ("<div></div><noscript>&lt; 3 is shown</noscript><textarea>a &lt;b&gt;</textarea>", "< 3 is shown\na <b>"),
         ("<title>T</title>", ""),
@@ -134,7 +134,7 @@ def test_styles_that_hide_are_known(style, hides):
 
 
 def _reference(html: str) -> str:
-    """Words of the text nodes of Resiliparse's tree, by walking it."""
+    """Return the words of the text nodes of Resiliparse's tree, by walking it."""
     found: list[str] = []
 
     def walk(node, hidden):
@@ -175,7 +175,7 @@ def test_no_text_of_the_tree_is_lost_or_made_up(pieces):
     )
 )
 def test_any_bytes_are_read(data):
-    page = scan(data)  # not even what a parser wrote
+    page = scan(data)  # not even a parser wrote this
     keep = content(alone(page), load())
     assert len(text_of(page, keep)) <= 4 * len(data) + 64
     starts, stops = page.blocks[:, L.START], page.blocks[:, L.STOP]
@@ -188,7 +188,7 @@ def test_any_bytes_are_read(data):
 def test_four_letters_of_a_script_without_spaces_are_about_a_word(language):
     text = "".join(chr(ord(language[0]) + n % 20) for n in range(400))
     page = read_page(HTMLTree.parse(f"<p>{text}"))
-    assert abs(int(page.blocks[0, L.WORDS]) - 100) <= 1  # one is counted at the end of the run, as after any letters
+    assert abs(int(page.blocks[0, L.WORDS]) - 100) <= 1  # one more word may be counted at the end of the run, as after any letters
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_all_words_of_a_link_are_linked_in_any_script(text):
 
 
 def searched(monkeypatch, module):
-    """A list of how far each search of `module` looked."""
+    """Return a list of how far each search of `module` went."""
     steps = []
 
     def counted(html, at, byte, stop=-1):
@@ -262,7 +262,7 @@ PIECES = [
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=60))
 def test_a_parser_makes_at_most_the_elements_and_attributes_that_are_counted(pieces):
-    """Beside what it adds by itself: `html`, `head` and `body`, and up to three around a row or a cell of a table."""
+    """The parser adds by itself `html`, `head` and `body`, and up to three elements around a row or a cell of a table."""
     html = "".join(pieces).encode()
     bound, elements, attributes = counts(html), 0, 0
     nodes = [HTMLTree.parse_from_bytes(html, "utf-8").document]
@@ -278,7 +278,7 @@ def test_a_parser_makes_at_most_the_elements_and_attributes_that_are_counted(pie
 def test_tags_within_attributes_of_tags_are_counted_in_linear_time():
     start = time.process_time()
     assert counts(b"<b x=\"<b x='" * 500_000).attributes > MAX_ATTRIBUTES
-    assert time.process_time() - start < 5.0  # each attribute's end by itself would take hours
+    assert time.process_time() - start < 5.0  # searching each attribute's end separately would take hours
 
 
 @pytest.mark.parametrize("html", ["<p>" * MAX_TAGS + "<p>", " ".join(["<p", *map("a{}".format, range(MAX_ATTRIBUTES + 1))]) + ">",
@@ -299,7 +299,7 @@ def test_the_cut_keeps_what_gives_the_highest_expected_f1():
     for _ in range(50):
         p = generator.integers(0, LEVELS, 8).astype(np.float32) / LEVELS
         words = generator.integers(1, 50, 8)
-        owner = np.repeat(np.arange(8), words)  # words one by one
+        owner = np.repeat(np.arange(8), words)  # word by word
 
         def expected(kept, p=p, owner=owner):
             together = np.mean([f1(kept[owner], (p >= level / LEVELS)[owner]) for level in range(LEVELS)])
@@ -312,8 +312,8 @@ def test_the_cut_keeps_what_gives_the_highest_expected_f1():
 
 
 def test_a_page_that_is_content_whole_or_not_at_all_is_left_to_its_likelier_state():
-    # A short text, surely content, and long cards that are content in three of ten such pages: independent blocks
-    # would all be kept (F1 .54 against .43), yet that is wrong seven times in ten.
+    # A short text that is surely content, and long cards that are content on three of ten such pages: treated as independent, all blocks
+    # would be kept (F1 .54 against .43), yet that is wrong on seven of ten pages.
     p = np.array([0.9, *[0.3] * 10], np.float32)
     words = np.array([40, *[30] * 10], np.float64)
     assert best_cut(p, words)[0] > 0.3
@@ -329,10 +329,10 @@ def test_blocks_of_one_path_are_judged_together_and_one_text_is_taken_once():
         expected[same] += 0.35 * (np.average(z[same], weights=sizes[same]) - z[same])
     np.testing.assert_allclose(agree(page, z), expected, rtol=0.02, atol=0.02)
     every = np.ones(7, np.bool_)
-    assert once(page, every).tolist() == [True, True, True, False, False, True, True]  # short ones and code may come again
+    assert once(page, every).tolist() == [True, True, True, False, False, True, True]  # short texts and code may repeat
     without_first = every.copy()
     without_first[2] = False
-    assert once(page, without_first).tolist() == without_first.tolist()  # paragraphs side by side are no copies
+    assert once(page, without_first).tolist() == without_first.tolist()  # adjacent paragraphs are not copies
 
 
 def test_sums_over_equal_keys():
@@ -356,7 +356,7 @@ def test_trees_give_the_sum_of_their_leaves():
     trees = splits(as_arrays([split(0, 1.5, leaf(1.0), split(1, 0.0, leaf(2.0), leaf(4.0))), leaf(8.0)]))
     rows = np.array([[1.5, 9], [2, 0], [2, 0.5]], np.float32)
     assert logits(trees, rows).tolist() == [9.0, 10.0, 12.0]
-    many = np.random.default_rng(0).integers(0, 3, LANES + 3)  # more than go side by side
+    many = np.random.default_rng(0).integers(0, 3, LANES + 3)  # more rows than are processed together
     assert logits(trees, rows[many]).tolist() == np.array([9.0, 10.0, 12.0])[many].tolist()
 
 
@@ -430,7 +430,7 @@ def test_snippets_label_the_blocks_that_hold_them_and_no_others():
     page = read_page(HTMLTree.parse("<p>Home<p>the story begins<p>and goes on<p>Home<p>said twice<p>said twice<p>and goes on, too</p>"))
     wanted = ["story begins", "said twice", "goes on, too", "begins and", "Home"]
     shares, known = snippet_labels(page, wanted, ["Home", "and goes on, too", "not there", " "])
-    # In two blocks, across two, wanted and unwanted alike: not known. Unwanted: wherever it stands.
+    # A snippet in two blocks, across two blocks, or both wanted and unwanted: unknown. An unwanted snippet: in any block.
     assert known.tolist() == [True, True, False, True, False, False, False]
     assert shares[known].tolist() == [0, 1, 0]
 
@@ -449,16 +449,16 @@ def test_pages_weigh_as_they_are_told_and_only_by_known_blocks():
 @pytest.mark.parametrize(
     ("html", "kept", "whole"),
     [
-        # Code inside the content stays; code beside it does not.
+        # Code inside the content stays; code next to it does not.
         ("<nav><pre>z</pre></nav><main><p>a b c<pre>d</pre><p>e f</main>", "a b c|e f", "a b c|d|e f"),
-        # A tenth of a list's words decides, of the outermost list, and half of a table's.
+        # A tenth of the outermost list's words decides, and half of a table's.
         ("<main><p>x<dl><dt>a<dd>b c<dd><dl><dt>d<dd>e f g h i j</dl></dl></main>", "x|a", "x|a|b c|d|e f g h i j"),
         ("<main><p>x<dl><dt>a<dd>b c d e f g h i j k</dl></main>", "x|a", "x|a"),
         ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1|4", "x|1|2|3|4"),
         ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1", "x|1"),
-        # Headings go with what they head, but not above the first block that is kept.
+        # Headings stay with their text, but not above the first kept block.
         ("<h1>t</h1><main><p>x<h2>a</h2><h3>b</h3><p>y<h2>c</h2><p>z</main>", "x|y", "x|a|b|y"),
-        # Lists are not held together, and nothing comes of nothing.
+        # Lists are not completed, and an empty mask stays empty.
         ("<main><p>x<ul><li>a<li>b<li>c</ul></main>", "x|a|b", "x|a|b"),
         ("<main><p>x<pre>y</pre></main>", "", ""),
     ],

@@ -1,4 +1,5 @@
-"""The extractor's network: its numbers beside PyTorch's layers, its inputs beside logarithms, its say beside the trees."""
+"""The extractor's network: numbers compared with PyTorch's layers, inputs with logarithms, and its part in the predictions beside the
+trees."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_the_network_is_pytorchs(blocks):
 
 
 def test_a_page_is_judged_alike_whatever_is_trained_with_it(monkeypatch):
-    monkeypatch.setattr("tests.benchmarks.train_network.HIDDEN", -1.0)  # no input is hidden, each counts half
+    monkeypatch.setattr("tests.benchmarks.train_network.HIDDEN", -1.0)  # no input is dropped, each counts half
     monkeypatch.setattr("tests.benchmarks.train_network.DROPPED", 0.0)
     module, _ = module_and_network(9)
     generator = np.random.default_rng(0)

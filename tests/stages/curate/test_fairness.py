@@ -1,4 +1,4 @@
-"""What curation does to each language."""
+"""The effect of curation on each language."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks.fairness import Labelled, fairness, gini, menu, misread, repeats, salad, twins
 
-# Sentences of this test's own; a document has each of them once, in an order of its own, three to a line.
+# Sentences for this test; a document has each of them once, in its own order, three per line.
 SENTENCES = {
     "en": [
         "The council will decide next week whether the old bridge across the river is to be repaired.",
@@ -75,10 +75,10 @@ def test_good_documents_of_every_language_stay(told):
 
 
 def test_spoilt_ones_go(told):
-    # Thai has no mark at the end of a sentence, by which the other lines of a menu are known.
+    # Thai has no sentence-final mark, by which menu lines of other languages are recognised.
     assert {row["language"] for row in told.rows if row["menu"]} <= {"th"}
     assert told.figures["spoilt_kept_repeats"] == 0
-    # English here has no letter that reads otherwise as cp1252.
+    # The English text here has no letter that changes when read as cp1252.
     assert told.figures["spoilt_kept_misread"] == 0
     assert [row["misread"] for row in told.rows if "misread" in row] == [0, 0, 0]
 
@@ -92,5 +92,5 @@ def test_ways_to_spoil_a_text():
 
 def test_gini_of_shares():
     assert gini([1, 1, 1]) == 0 == gini([0, 0])
-    # Of n equal shares of which all but one are nothing: (n - 1) / n.
+    # For n shares that are all zero except one: (n - 1) / n.
     assert gini([0, 0, 0, 1]) == pytest.approx(0.75)

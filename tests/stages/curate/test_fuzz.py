@@ -1,4 +1,4 @@
-"""Mutated pages, archives and rows: every input ends as rows; `tests/benchmarks/curation_fuzz.py` does more of the same."""
+"""Mutated pages, archives and rows: every input ends as rows; `tests/benchmarks/curation_fuzz.py` runs many more."""
 
 from __future__ import annotations
 

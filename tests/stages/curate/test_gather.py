@@ -1,4 +1,4 @@
-"""Documents of several origins as one table: every row once, under the name that its input was given."""
+"""Documents from several inputs as one table: every row once, with the source name given to its input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from puna.storage import Artifact, PunaError, Store
 
 
 def documents(store: Store, *rows: tuple[str, int, str]) -> Artifact:
-    """Documents of the source `web`, of (id, day, text)."""
+    """Return documents of the source `web` from (id, day, text)."""
     table = [
         {"id": i, "url": f"https://x.org/{i}", "fetched_at": datetime(2024, 1, day, tzinfo=UTC), "source": "web", "title": None, "text": text}
         for i, day, text in rows

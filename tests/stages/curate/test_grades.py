@@ -1,4 +1,5 @@
-"""The quality model that comes with Puna: what it counts against a second reading, its training against dense algebra, who it judges."""
+"""The shipped quality model: its counts compared with a second implementation, its training with dense algebra, and which documents it
+grades."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ TOKEN = re.compile(
 
 
 def counted(data: bytes) -> tuple[Counter[int], int]:
-    """Tokens by bucket and number of words, by regular expressions."""
+    """Return tokens by bucket and the number of words, by regular expressions."""
     found: Counter[int] = Counter()
     words = in_line = 0
     last = ""

@@ -1,4 +1,4 @@
-"""Heuristic numbers against plain Python written from the definitions, and the stage on small corpora."""
+"""Heuristic signals compared with plain Python written from the definitions, and the stage on small corpora."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=60).map(" ".join) | st.lists(
 
 
 def numbers(text):
-    """Signals of one text, null as None."""
+    """Return the signals of one text, null as None."""
     values = measure(pa.array([text]), 5, 0.5).values[0]
     return {name: None if math.isnan(values[name]) else float(values[name]) for name in NAMES}
 
@@ -94,7 +94,7 @@ def test_gopher_repetition(text):
 
 
 def c4(text, need_end):
-    """Kept lines, lorem ipsum lines, curly bracket lines, by C4's rules in their order."""
+    """Return the numbers of kept lines, lorem ipsum lines and curly bracket lines, by C4's rules in their order."""
     kept, lorem, curly = [], 0, 0
     for line in text.splitlines():
         line = line.strip()
@@ -130,7 +130,7 @@ def test_c4(text):
         assert found[f"{prefix}curly_bracket_lines"] == curly
         if found["mean_word_length"] is None:
             assert found[f"{prefix}sentences"] is None
-        elif all(split(line) for line in kept):  # what is left of a line of citation marks alone may count or not
+        elif all(split(line) for line in kept):  # the rest of a line with only citation marks may or may not count
             assert (found[f"{prefix}sentences"] == 0) == (not kept)
 
 
@@ -147,7 +147,7 @@ def test_c4_sentences_by_hand():
     lines = ["One two three. Four five six! Seven?", "Eight nine ten", "Use of cookies is good here."]
     text = "\n".join([*lines, "A fact.[1] B stays so.[citation needed]", "short line"])
     found = numbers(text)
-    # Lines 1 (three sentences) and 4 (two) end in punctuation; line 2 does not; line 3 is policy; line 5 has two words.
+    # Lines 1 (three sentences) and 4 (two) end in punctuation; line 2 does not; line 3 is a policy; line 5 has two words.
     assert found["c4_sentences"] == 5
     assert found["c4_open_sentences"] == 6
     assert numbers("x" * 1001 + " a b c.")["c4_sentences"] == 0
@@ -189,7 +189,7 @@ def test_ngram_coverage(text, n):
             covered |= set(range(i, i + n))
         seen.add(gram)
     made = measure(pa.array([text]), n, 0.0)
-    # Splitting a line alone can differ from splitting the text where a break is no newline: only newlines are here.
+    # Splitting a line alone can differ from splitting the text if a line break is not a newline; here all are newlines.
     expected, of_line = Counter(pieces[i][0] for i in covered), Counter(line for line, _ in pieces)
     assert made.line.tolist() == sorted(of_line)
     assert made.line_words.tolist() == [of_line[line] for line in sorted(of_line)]
@@ -208,7 +208,7 @@ def test_words_are_counted_by_document():
     texts = ["b a b, B 12 7", "", "a"]
     made = measure(pa.array(texts), 5, 0.5)
     assert made.bin_offsets.tolist() == [0, 3, 3, 4]
-    # Case and digits alike, in the order of first occurrence; punctuation does not count.
+    # Case and digits are ignored, and bins are in the order of first occurrence; punctuation does not count.
     assert made.counts.tolist() == [3, 1, 2, 1]
     assert made.bins[1] == made.bins[3]
     assert len(set(made.bins[:3].tolist())) == 3
@@ -220,7 +220,7 @@ def divergence(corpus, text, **how):
 
 
 def test_divergence_by_derivation():
-    # A corpus of two words, 6 and 2 times; singletons: none, so the prior of a bin is 1 / BINS and that of all is 1.
+    # A corpus of two words, 6 and 2 times; no singletons, so the prior of a bin is 1 / BINS, and the prior of all bins is 1.
     counts = np.zeros(BINS, np.int64)
     a, b = measure(pa.array(["a b"]), 5, 0.5).bins
     counts[a], counts[b] = 6, 2
@@ -230,7 +230,7 @@ def test_divergence_by_derivation():
     q = [(6 + 1 / BINS) / 9, (2 + 1 / BINS) / 9]
     expected = 0.5 * math.log(0.5 / q[0]) + 0.5 * math.log(0.5 / q[1])
     assert divergence(corpus, "a b", inside=False) == pytest.approx(expected)
-    # Left out of the corpus it leaves 5 and 1 of 6 words.
+    # Without this document, 5 and 1 of 6 words are left in the corpus.
     q = [(5 + 1 / BINS) / 7, (1 + 1 / BINS) / 7]
     expected = 0.5 * math.log(0.5 / q[0]) + 0.5 * math.log(0.5 / q[1])
     assert divergence(corpus, "a b") == pytest.approx(expected)
@@ -247,7 +247,7 @@ def test_expected_divergence_falls_with_length():
 
 @pytest.mark.parametrize("words", [1, 7, 40_000])
 def test_random_texts_are_drawn_from_the_corpus(words, monkeypatch):
-    """Beside the definition: the word at place p of the corpus is of the first bin up to which more than p words lie."""
+    """By definition: the word at position p of the corpus belongs to the first bin whose cumulative count exceeds p."""
     monkeypatch.setattr(divergences, "LENGTHS", (16, 300))
     generator = np.random.default_rng(words)
     counts = np.bincount(generator.zipf(1.2, words) % BINS * 97 % BINS, minlength=BINS)
@@ -263,7 +263,7 @@ def test_random_texts_are_drawn_from_the_corpus(words, monkeypatch):
 
 
 def test_tally_adds_and_merges():
-    """It holds no more entries than twice the different bins, or a few, however many parts come."""
+    """It holds at most twice as many entries as there are different bins, or a few, however many parts are added."""
     tally = Tally()
     tally.LEAST = 3
     for _ in range(50):
@@ -277,7 +277,7 @@ PROSE = "The council of the town said that the bridge has to be repaired and tha
 
 
 def vocabulary(first, count):
-    """Words without digits, because numbers count as one word."""
+    """Return words without digits, because all numbers count as one word."""
     return [first + "".join("abcdefghij"[int(d)] for d in str(n)) for n in range(count)]
 
 
@@ -302,7 +302,7 @@ def test_the_stage_finds_outliers_and_repeated_lines(tmp_path, make_documents):
     assert rows["empty"]["words"] == 0
     assert rows["empty"]["token_kl"] == 0
     lines = made.read("line_signals").to_pylist()
-    # The first line of the log is new, the seven others say the same with other numbers.
+    # The first line of the log is new; the other seven differ from it only in numbers.
     assert [(r["id"], r["line"]) for r in lines if r["ngram_coverage"] > 0.7] == [("log", n) for n in range(1, 8)]
     assert made.manifest.metrics["corpus_words"] > 10_000
 
@@ -318,7 +318,7 @@ def test_languages_are_compared_with_themselves(tmp_path, make_documents):
         made[name] = (
             execute(heuristics, config, {"documents": make_documents(store, rows), **given_}, store).read()["token_kl_excess"].to_pylist()
         )
-    # 10 of 50 texts of another language are outliers among all and ordinary among their own.
+    # 10 of 50 texts in another language are outliers among all texts, but not among those of their language.
     assert min(made["alone"][-10:]) > max(made["alone"][:40])
     assert max(made["by language"][-10:]) < min(made["alone"][-10:])
     few = execute(
@@ -336,7 +336,7 @@ def test_no_documents(tmp_path, make_documents):
 
 
 def test_a_text_beyond_its_budget_is_dropped_as_failed(tmp_path, make_documents):
-    """Whether others are measured beside it or not, and whichever source it is of."""
+    """The result does not depend on the texts measured beside it or on its source."""
     long, text = "word and " * 200, "The cat sat on the mat, and that is that. " * 8
     for number, rows in enumerate(([("a", "web", text), ("b", "code", long)], [("b", "code", long)])):
         store = Store.open(tmp_path / str(number))

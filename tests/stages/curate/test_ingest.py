@@ -1,4 +1,4 @@
-"""Reading pages: every format, and every way in which an input can be wrong."""
+"""Reading pages: every format, and every kind of faulty input."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_wherever_a_compressed_archive_is_cut(pack):
         found = list(read_warc(io.BytesIO(whole[:cut]), "x", 1 << 20))
         pages = [r for r in found if isinstance(r, Page)]
         complete = sum(start <= cut for start in starts[1:])
-        assert len(pages) in (complete, complete + 1)  # a record may be whole although its member's checksum is cut off
+        assert len(pages) in (complete, complete + 1)  # a record may be complete although its member's checksum is truncated
         assert [r.url for r in pages] == [f"https://a.example.net/{n}" for n in range(len(pages))]
         bad = [r for r in found if isinstance(r, Rejected)]
         assert len(bad) == (cut not in starts)
@@ -173,10 +173,10 @@ def test_damage_in_the_middle_loses_one_record_only():
         damaged[place] ^= 1 << generator.randrange(8)
         with contextlib.suppress(OSError, EOFError, zlib.error):
             assert gzip.decompress(bytes(damaged)) == page(which)
-            continue  # a bit that fills up the last byte
+            continue  # a padding bit of the last byte
         found = list(read_warc(io.BytesIO(b"".join([*members[:which], bytes(damaged), *members[which + 1 :]])), "x", 1 << 20))
         pages = [r.url[-1] for r in found if isinstance(r, Page)]
-        if which == 4 and "ends inside" in found[-1].detail:  # as if the file were cut there: the record may be whole
+        if which == 4 and "ends inside" in found[-1].detail:  # as if the file were truncated there: the record may be complete
             pages = pages[:4]
         assert pages == [str(n) for n in range(5) if n != which]
         assert [r.rule for r in found if isinstance(r, Rejected)] == ["truncated_record"]
@@ -184,7 +184,7 @@ def test_damage_in_the_middle_loses_one_record_only():
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 300, 1000, 20_000])
 def test_the_member_behind_a_damaged_one_is_found_wherever_pieces_of_the_file_end(monkeypatch, chunk):
-    """Of a member a piece may have so little that nothing can be unpacked of it yet."""
+    """A piece may contain so little of a member that nothing can be unpacked from it yet."""
     monkeypatch.setattr(warc_frames, "CHUNK_BYTES", chunk)
     bad = bytearray(gzip.compress(page(0), mtime=0))
     bad[30:60] = bytes(30)
@@ -196,7 +196,7 @@ def test_the_member_behind_a_damaged_one_is_found_wherever_pieces_of_the_file_en
 
 
 def test_what_begins_like_members_behind_a_damaged_one_is_copied_once():
-    """All that follows was copied for each: a megabyte of them took more than a minute."""
+    """All following bytes used to be copied for each: a megabyte of such headers took more than a minute."""
     copied = 0
 
     class Counted(bytes):
@@ -213,7 +213,7 @@ def test_what_begins_like_members_behind_a_damaged_one_is_copied_once():
 
 
 def test_members_that_run_on_to_the_end_are_looked_behind_a_few_times_only():
-    """Each says that 65,535 bytes follow as they are, more than the file has: for each the rest would be read again."""
+    """Each declares that 65,535 stored bytes follow, more than the file has: for each, the rest of the file would be read again."""
     begun = gzip.compress(b"", mtime=0)[:10] + b"\x00\xff\xff\x00\x00" + page(0)
     reads = []
 
@@ -228,7 +228,7 @@ def test_members_that_run_on_to_the_end_are_looked_behind_a_few_times_only():
         assert [one.rule for one in found if isinstance(one, Rejected)][:2] == ["truncated_record"] * 2
         return len(reads)
 
-    assert of(80) == of(160)  # of fewer the end is so near that it is looked for once more each
+    assert of(80) == of(160)  # with fewer, the end is so near that it is searched once more for each
 
 
 @pytest.mark.parametrize("length", [b"9000", b"99999999999", b"9" * 5000])
@@ -286,7 +286,7 @@ def test_links_and_special_files_are_refused_by_name(tmp_path):
 
 
 def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
-    """A folder would be passed over otherwise, with all that is in it."""
+    """Otherwise a folder would be skipped with everything in it."""
     (tmp_path / "in" / "closed").mkdir(parents=True)
     for name in ("a.txt", "closed/b.txt"):
         (tmp_path / "in" / name).write_text("a page")
@@ -385,7 +385,7 @@ def test_many_damaged_frames_of_zstd_come_to_an_end():
 
 
 def test_a_frame_of_zstd_is_unpacked_piece_by_piece():
-    """In 20 kB half a gigabyte, of which a record may have a megabyte."""
+    """20 kB unpack to half a gigabyte, but a record may have at most a megabyte."""
     bomb = zstandard.compress(page(0) + b"0" * (500 << 20), level=1)
     assert len(bomb) < 60_000 and max(len(data) for _, data in warc_frames._zstd_blocks(io.BytesIO(bomb))) < 2 * warc_frames.OUTPUT_BYTES
     found = read_warc(io.BytesIO(bomb), "x", 1 << 20)
@@ -437,13 +437,13 @@ def test_repeated_records_are_counted_once(tmp_path):
 
 
 def test_partitions_and_levels_do_not_matter_and_bound_what_is_sorted_at_once(tmp_path, monkeypatch):
-    """Neither in which pieces a shard is written nor how rows come there changes its bytes."""
+    """A shard's bytes depend neither on the pieces in which it is written nor on the way of its rows."""
     pages = [page(n) for n in [*range(200), 7, 8]]
     (tmp_path / "a.warc").write_bytes(b"".join(pages))
     expected = read(tmp_path, tmp_path / "a.warc", store="one")
     sizes, whole = [], stages_ingest._sort
     monkeypatch.setattr(stages_ingest, "_sort", lambda rows: sizes.append(rows.num_rows) or whole(rows))
-    monkeypatch.setattr(exchange, "PARTITION_BYTES", sum(map(len, pages)) // 4)  # archives count four times: 32 partitions
+    monkeypatch.setattr(exchange, "PARTITION_BYTES", sum(map(len, pages)) // 4)  # archives count fourfold: 32 partitions
     for level in (exchange.LEVEL, 7):
         monkeypatch.setattr(exchange, "LEVEL", level)
         sizes.clear()
@@ -482,7 +482,7 @@ def test_parquet(tmp_path):
         ("file:///t/t.parquet/2", b"three", "text/plain"),
     ]
     assert rules(made) == ["not_a_page"]  # no text
-    # A column that was not asked for and holds no date costs no document.
+    # An unrequested column without valid dates costs no document.
     assert {r.as_py() for r in made.read()["fetched_at"]} == {datetime(1970, 1, 1, tzinfo=UTC), datetime(2020, 1, 2, tzinfo=UTC)}
     asked = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(date_column="date"))
     assert rules(asked) == ["malformed_record", "not_a_page"]  # not a date; no text
@@ -498,7 +498,7 @@ def test_hostile_lines_cost_only_themselves(tmp_path):
 
 
 def test_a_text_that_all_rows_of_a_parquet_file_share_is_held_once(tmp_path):
-    """Two kilobytes that say twenty gigabytes."""
+    """Two kilobytes that declare twenty gigabytes."""
     long = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 2500, pa.int32()), pa.array(["x" * (4 << 20), "a short text"]))
     pq.write_table(pa.table({"text": long}), tmp_path / "bomb.parquet", store_schema=False)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -518,14 +518,14 @@ def test_numbers_that_rows_share_are_no_texts(tmp_path):
 
 
 def unsound(kind, sound, wrong):
-    """An Arrow array of 40 values as bytes say them, the one at 5 `wrong`."""
+    """Return an Arrow array of 40 values from bytes, with `wrong` as the value at index 5."""
     values_ = np.array([wrong if at == 5 else sound for at in range(40)], np.int32 if kind == pa.date32() else np.int64)
     return pa.Array.from_buffers(kind, 40, [None, pa.py_buffer(values_)])
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_values_that_python_cannot_hold_cost_their_row_at_most(tmp_path, kind):
-    """Of the text the row; of an address and of a date that nobody named only themselves; of other columns nothing."""
+    """A bad text costs the row; a bad address or unrequested date costs only itself; a bad value in other columns costs nothing."""
     encoded = pa.array([f"page {n} \xff".encode("latin-1" if n == 5 else "utf-8") for n in range(40)], pa.binary())
     broken = pa.Array.from_buffers(pa.string(), 40, encoded.buffers())
     texts = [f"page {n}" for n in range(40)]
@@ -619,7 +619,7 @@ def test_a_truncated_archive_of_lines_keeps_what_comes_before(tmp_path, ending):
     lines = [json.dumps({"text": f"page {n} {random.Random(n).random()}", "url": f"https://x.org/{n}"}).encode() + b"\n" for n in range(3000)]
     whole = b"".join(lines)
     packed = {"gz": gzip.compress, "xz": lzma.compress, "zst": partial(zstandard.compress, level=1)}[ending](whole)[:-2000]
-    # What a decompressor can give of the bytes that are there.
+    # What a decompressor can return from the given bytes.
     machine = {"gz": partial(zlib.decompressobj, 31), "xz": lzma.LZMADecompressor, "zst": zstandard.ZstdDecompressor().decompressobj}[ending]()
     readable = machine.decompress(packed).count(b"\n")
     file = tmp_path / f"rows.jsonl.{ending}"
@@ -633,7 +633,7 @@ def test_a_truncated_jsonl_keeps_its_good_lines(tmp_path):
     (tmp_path / "t.jsonl").write_bytes(data[:-8])
     made = read(tmp_path, tmp_path / "t.jsonl")
     assert (made.rows(), rules(made)) == (49, ["truncated_record"])
-    # Text that does not compress, so that there are many blocks before the cut one.
+    # Incompressible text, so that there are many blocks before the truncated one.
     data = b"".join(json.dumps({"text": random.Random(n).randbytes(30_000).hex()}).encode() + b"\n" for n in range(50))
     (tmp_path / "u.jsonl.gz").write_bytes(gzip.compress(data)[:-20])
     made = read(tmp_path, tmp_path / "u.jsonl.gz")
@@ -653,7 +653,7 @@ def test_jsonl_that_cannot_be_right_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("ending", "before", "delimiter"), [("csv", "", ","), ("csv", "\ufeff", ";"), ("tsv", "", "\t"), ("csv", "", "\t"), ("csv", "", "|")])
 def test_a_table_of_text(tmp_path, ending, before, delimiter):
-    """Cells may hold the delimiter, quotes and line breaks; a wrong record is dropped with its place."""
+    """Cells may contain the delimiter, quotes and line breaks; a malformed record is dropped with its position."""
     texts = ["a, b; c\td|e", 'says "so"', "two\nlines", "last"]
     cells = [f'"{text.replace(chr(34), chr(34) * 2)}"{delimiter}https://x.org/{n}' for n, text in enumerate(texts)]
     (tmp_path / f"t.{ending}").write_text(before + f"text{delimiter}url\n" + "\n".join([*cells, "one cell"]) + "\n")
@@ -661,7 +661,7 @@ def test_a_table_of_text(tmp_path, ending, before, delimiter):
     found = {row["url"]: row["body"].decode() for row in made.read().to_pylist()}
     assert found == {f"https://x.org/{n}": text for n, text in enumerate(texts)}
     (dropped,) = made.read("dropped").to_pylist()
-    assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 5: has 1 cells, the line of names has 2")
+    assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 5: has 1 cells, the header has 2")
 
 
 def test_one_array_of_json(tmp_path):
@@ -704,7 +704,7 @@ def test_a_broken_document_of_json_is_one_fault_with_its_place(tmp_path):
 
 
 def test_files_without_a_page_are_told_apart(tmp_path):
-    """Every record is a page or a dropped row; files that hold nothing else are counted by ending, with a reason."""
+    """Every record is a page or a dropped row; files without any page are counted by file extension, with a reason."""
     folder = tmp_path / "in"
     (folder / "meta").mkdir(parents=True)
     for n in range(7):
@@ -793,7 +793,7 @@ def test_mutated_records_never_break_the_reader():
 
 
 def chunks(body, size, beside=b""):
-    """A body in chunks."""
+    """Return a body in chunked encoding."""
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
     return b"".join(b"%x%s\r\n%s\r\n" % (len(piece), beside, piece) for piece in [*pieces, b""])
 
@@ -834,7 +834,7 @@ def test_of_a_body_in_chunks_that_is_cut_off_stays_what_came():
         (only,) = read_warc(io.BytesIO(record(whole[:cut], Transfer_Encoding="chunked")), "x", 1 << 20)
         assert isinstance(only, Page)
         came = sum(min(100, max(0, cut - at * 106 - 4)) for at in range(len(TEXT) // 100)) + max(0, min(len(TEXT) % 100, cut - len(TEXT) // 100 * 106 - 4))
-        # A first chunk that is cut may be a text, too.
+        # A truncated first chunk may also be plain text.
         assert only.body == (TEXT[:came] if cut >= 106 else whole[:cut])
 
 
@@ -864,7 +864,7 @@ def test_a_packed_body_that_is_cut_off_is_none(encoding, pack):
     whole = pack(TEXT)
     for cut in range(4, len(whole)):
         (only,) = read_warc(io.BytesIO(record(whole[:cut], Content_Encoding=encoding)), "x", 1 << 20)
-        if encoding == "gzip" and cut >= len(whole) - 8:  # but for checksum and length all is there
+        if encoding == "gzip" and cut >= len(whole) - 8:  # everything but checksum and length is present
             assert isinstance(only, Page) and only.body == TEXT
         else:
             assert isinstance(only, Rejected) and only.rule == "undecodable_body" and f"truncated {encoding} body" in only.detail
@@ -882,7 +882,7 @@ def test_headers_as_servers_write_them(status, line_end):
 
 
 def test_files_of_packed_pages(tmp_path):
-    """Each whole or not at all; of gzip only the checksum at its end may be missing."""
+    """Each page is complete or missing; for gzip, only the final checksum may be missing."""
     packed = gzip.compress(TEXT)
     files = {
         "members.html.gz": gzip.compress(TEXT[:50]) + gzip.compress(TEXT[50:]), "no_checksum.html.gz": packed[:-8], "cut.html.gz": packed[:-9],
@@ -902,7 +902,7 @@ def test_files_of_packed_pages(tmp_path):
 
 
 def test_bodies_do_not_pass_through_the_driver(tmp_path, monkeypatch):
-    """Also with repeats, and with several chunks."""
+    """Also with repeated pages, and with several chunks."""
     from puna.stages.contract import StageRun
     from puna.stages.curate import ingest as module
 
@@ -936,7 +936,7 @@ def test_a_record_whose_reading_raises_costs_itself_alone(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
 def test_a_body_that_unpacks_without_end_is_refused(encoding: str) -> None:
-    """A million letters in a few bytes; the one of Brotli was packed by its reference program."""
+    """A few bytes unpack to a million letters; the Brotli body was packed by its reference program."""
     text = b"a" * 1_000_000
     packed = {"gzip": gzip.compress(text), "deflate": zlib.compress(text), "br": bytes.fromhex("5b3f428f5f222c1e0b04f2731e00")}[encoding]
     whole = record(packed, Content_Encoding=encoding)

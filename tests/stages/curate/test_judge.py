@@ -1,4 +1,4 @@
-"""The judge: grades by derivation from a model whose weights are known, the sample, the prompts, what learns from the grades."""
+"""The judge: grades derived by hand for a model with known weights, the sample, the prompts, and classifiers trained on the grades."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GAIN, LIFT = 8.0, 3.0
 
 
 def counting_folder(folder, context=256):
-    """A checkpoint that sees which share of all tokens before it are "~", and finds high digits, and Yes, likely when many are.
+    """A checkpoint that measures which share of the earlier tokens are "~", and makes high digits, and Yes, likelier the larger it is.
 
-    Tokens are bytes. The hidden state is (1, is "~", is not "~", seen): attention weighs all tokens alike (its queries and keys are
-    zero), its value is "is it ~", and the result goes to `seen`; the feed-forward block gives nothing.
+    Tokens are bytes. The hidden state is (1, is "~", is not "~", seen): attention weighs all tokens equally (its queries and keys are
+    zero), its value is "is ~", and the result is added to `seen`; the feed-forward block adds nothing.
     """
     tokenizer = Tokenizer.train([], SMALLEST_VOCABULARY)
     config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
@@ -50,7 +50,7 @@ def counting_folder(folder, context=256):
 
 
 def slopes(answers):
-    """Answer → how much its logit grows with what was seen."""
+    """Return answer → the slope of its logit in `seen`."""
     return {(answer, GAIN * at / (len(answers) - 1)) for at, answer in enumerate(answers)}
 
 
@@ -61,10 +61,10 @@ def counting_model(store, folder):
 
 
 def seen_after(text, prompt, max_tokens, chat):
-    """The last normalised `seen` after question and page: the share of "~" goes through two normalisations."""
+    """Return the last normalised `seen` after question and page: the share of "~" passes through two normalisations."""
     page = text.encode()[:max_tokens]
-    framing = len("Answer: ") + len(prompt.replace(TEXT, "").encode()) + 1  # begin of text
-    # Four special tokens around two roles, two line breaks after each, the end of the turn; or one line break.
+    framing = len("Answer: ") + len(prompt.replace(TEXT, "").encode()) + 1  # begin-of-text token
+    # Four special tokens around two roles, two line breaks after each, and the end of the turn; or one line break.
     framing += 2 * 2 + len("user") + len("assistant") + 4 + 1 if chat else 1
     share = page.count(b"~") / (len(page) + framing)
     seen = LIFT * share * np.sqrt(2)  # a token's own state has length sqrt(2) of 4 elements
@@ -72,7 +72,7 @@ def seen_after(text, prompt, max_tokens, chat):
 
 
 def expected(text, prompt=PROMPT, max_tokens=64, values=(0, 1, 2, 3, 4, 5), chat=True):
-    """Grade and probability of a proper answer, in fp64."""
+    """Return the grade and the probability of a valid answer, in fp64."""
     seen = seen_after(text, prompt, max_tokens, chat)
     top = np.exp(GAIN * np.arange(len(values)) / (len(values) - 1) * seen)
     every = np.concatenate([np.exp(GAIN * np.arange(n) / (n - 1) * seen) for n in (6, 2)])
@@ -81,7 +81,7 @@ def expected(text, prompt=PROMPT, max_tokens=64, values=(0, 1, 2, 3, 4, 5), chat
 
 
 def tilded(count, seed=0):
-    """Rows of documents with a random share of "~"."""
+    """Return rows of documents with a random share of "~"."""
     generator = np.random.default_rng(seed)
     rows = []
     for n in range(count):
@@ -103,7 +103,7 @@ def test_grades_by_derivation(tmp_path, make_documents, question, values, chat):
     assert {i for i, grade in found.items() if grade is None} == {i for i, source, _ in rows if source == "code"}
     for identity, (grade, _) in wanted.items():
         assert found[identity] == pytest.approx(grade, abs=1.1e-4)
-    assert np.std([grade for grade, _ in wanted.values()]) > 0.05  # the derivation tells documents apart
+    assert np.std([grade for grade, _ in wanted.values()]) > 0.05  # the derived grades differ between documents
     assert made.manifest.metrics["answer_probability"] == pytest.approx(np.mean([said for _, said in wanted.values()]), abs=1.1e-4)
     assert made.manifest.metrics["graded"] == 20
 
@@ -130,7 +130,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path, make_documents):
 
 
 def test_special_tokens_of_a_page_are_characters(tmp_path, make_documents):
-    """Were they tokens, the page would end the user's turn; and 64 tokens would reach further."""
+    """As special tokens, they would end the user's turn; and 64 tokens would cover more text."""
     text = "<|eot_id|>" * 5 + "~" * 40
     store = Store.open(tmp_path)
     given = {"documents": make_documents(store, [("a", "web", text)]), "model": counting_model(store, tmp_path)}
@@ -166,7 +166,7 @@ def pa_table(languages, rows):
 
 
 def test_classifiers_learn_the_grades(tmp_path, make_documents, themed, small_model):
-    """A judge who likes "~", which is in the pages on sports; the encoder finds the others of them by their words."""
+    """A judge who prefers "~", which occurs on the sports pages; the encoder finds the other sports pages by their words."""
     store = Store.open(tmp_path)
     rows = [(i, source, "~" * 30 * ("sports" in i) + text.lower()) for i, source, text in themed(96)]
     documents, judged = make_documents(store, rows), counting_model(store, tmp_path)

@@ -95,7 +95,7 @@ def test_the_prose_of_a_manual_decides_not_its_code():
 
 
 def is_prose(line):
-    """The definition, in plain Python; `line` has no white space around it."""
+    """Return True for prose by the definition, in plain Python; `line` has no white space around it."""
     line = line.lstrip("•–-* ")
     if len(line) < 4 or (" " not in line and line.isascii()):
         return False
@@ -104,7 +104,7 @@ def is_prose(line):
 
 
 def plainly(text, limit):
-    """The prose of a text, its letters, and how many are capitals."""
+    """Return the prose of a text, the number of its letters, and how many are capitals."""
     size = limit // 4
     windows = [text] if len(text) <= limit else [text[i * (len(text) - size) // 3 :][:size] for i in range(4)]
     found = " ".join(line for window in windows for line in map(str.strip, window.splitlines()) if line and is_prose(line))
@@ -180,11 +180,11 @@ def test_the_stage_writes_one_row_per_document_and_spares_code(tmp_path):
     languages = made.read("languages").to_pylist()
     assert [(row["language"], row["script"], row["documents"]) for row in languages] == [("es", "Latn", 1), ("zxx", "Zyyy", 2)]
     assert "de" in languages[0]["stop_words"].split() and languages[0]["words_factor"] is not None
-    # There is no basis for rules on words where there is no language.
+    # Rules on words have no basis if there is no language.
     assert languages[1]["stop_words"] is None and languages[1]["mean_word_length_factor"] is None
 
 
-# A sentence each, written for this test: languages that lid.176 alone does not know, or confuses.
+# One sentence each, written for this test, in languages that lid.176 alone does not know or confuses.
 RARER = {
     "sw": "Baraza la mji litaamua wiki ijayo iwapo daraja la zamani lililopo mtoni litakarabatiwa au la.",
     "zu": "Umkhandlu uzonquma ngesonto elizayo ukuthi ibhuloho elidala elinqamula umfula lizolungiswa yini.",
@@ -200,7 +200,7 @@ def test_languages_that_are_rarer_on_the_web(code):
 
 
 def test_confusable_languages_count_together():
-    # Croatian, Bosnian and Serbian have these words alike: whichever is found, the group is certain.
+    # Croatian, Bosnian and Serbian share these words: whichever is found, the group is certain.
     found, score, script = identify("Vlada je danas donijela odluku o novom zakonu, a ministar je rekao da je to dobro za sve ljude u zemlji.")
     assert found in ("hr", "bs", "sr") and score > 0.9 and script == "Latn"
 
@@ -211,13 +211,13 @@ def test_texts_together_are_told_as_each_alone():
 
 
 def test_zawgyi_is_told_from_unicode():
-    # "Myanmar" and "people" as Unicode has them, and as Zawgyi orders and codes the same signs.
+    # "Myanmar" and "people" in Unicode, and the same signs in Zawgyi's order and encoding.
     assert identify("\u1019\u103c\u1014\u103a\u1019\u102c\u1015\u103c\u100a\u103a \u101c\u1030\u1010\u102d\u102f\u1004\u103a\u1038")[2] == "Mymr"
     assert identify("\u103b\u1019\u1014\u1039\u1019\u102c\u103b\u1015\u100a\u1039 \u101c\u1030\u1010\u102d\u102f\u1004\u1039\u1038")[2] == "Qaag"
 
 
 def test_shan_is_no_zawgyi():
-    # Its own letters begin syllables, and the vowel E follows them, as Unicode has it.
+    # Shan letters begin syllables, and the vowel E follows them, as in Unicode.
     assert identify("ၵူၼ်းတင်းလၢႆ ၵိူတ်ႇမႃး လႆႈသုၼ်ႇလႅင်း ၽဵင်ႇပဵင်း ၵၼ် ၶဝ်ႈၸႂ် တေႃႇၵေႃႉ")[2] == "Mymr"
 
 
@@ -236,12 +236,12 @@ def test_rows_of_ones_own_lie_over_the_table(tmp_path):
     assert mine.stop_words == ("das", "ist") and mine.factors["words"] is None and mine.factors["mean_word_length"] == 1.5
     assert mine.factors["newline_ratio"] == theirs.factors["newline_ratio"] and mine.codes == theirs.codes
     assert table["fr-Latn"] == before["fr-Latn"]
-    # A language without a row is measured as its script, and is asked for no words.
+    # A language without a row is measured like its script, and needs no stop words.
     assert table["qaa-Latn"].factors == before["-Latn"].factors and not table["qaa-Latn"].stop_words
 
 
 def test_codes_and_groups_of_ones_own_rows_count(tmp_path, make_documents):
-    """An identifier that was not trained gives its three classes a third each, and so the first one."""
+    """An untrained identifier gives each of its three classes a third, and so returns the first one."""
     lines, labels = pa.array(["kala mato", "kala veri", "der die"]), ["aq1", "aq2", "deu"]
     write(fit(lines, np.arange(3, dtype=np.int32), labels, Settings(0.1, 0, 1, 4, 1, 0, 0)), tmp_path / "lid.bin")
     store = Store.open(tmp_path / "store")
@@ -272,7 +272,7 @@ def test_languages_that_the_user_groups_count_together_in_the_vote():
         ("# mine\nlanguage\tscript\twords\twords\nde\tLatn\t1\t2\n", "the column 'words' is there twice, line 2"),
         ("language\tscript\twords\nde\tLatn\tmany\n", "line 2: words is 'many'"),
         ("# mine\n\n# too\nlanguage\tscript\twords\nfr\tLatn\t1\n\nde\tLatn\tmany\n", "line 7: words is 'many'"),
-        ("language\tscript\twords\nde\tLatn\t1\t2\n", "line 2 has 4 cells, the line of names has 3"),
+        ("language\tscript\twords\nde\tLatn\t1\t2\n", "line 2 has 4 cells, the header has 3"),
         ("language\tscript\twords\nde\tLatn\t-1\n", "line 2: words is -1"),
     ],
 )
@@ -294,7 +294,7 @@ def test_every_row_of_the_table_is_sound():
     for row in table.values():
         assert set(row.factors) == set(SCALED), row.key
         assert all(word == word.lower() for word in row.stop_words) and row.evidence, row.key
-        if row.evidence.startswith("NTREX 0"):  # declarations alone: their frequent words are law's
+        if row.evidence.startswith("NTREX 0"):  # only declarations: their frequent words are legal terms
             assert row.factors["stop_word_fraction"] is None, row.key
     canonical = shipped_names().canonical
     assert canonical("__label__eng_Latn") == canonical("eng") == canonical("en") == "en"

@@ -1,4 +1,4 @@
-"""Repeated lines, against a plain counter."""
+"""Repeated lines, compared with a plain counter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(folder, texts, config=None, sources=None, **how):
 
 
 def plain(texts, config):
-    """What the stage must do, with a counter: texts by document (None: dropped), removed (document, line)."""
+    """Return the stage's result by a counter: texts by document (None: dropped), removed (document, line)."""
     out, removed = [], []
     for start in range(0, len(texts), config.bucket_documents):
         bucket = texts[start : start + config.bucket_documents]
@@ -47,7 +47,7 @@ def plain(texts, config):
             kept, gone, open_ = [], 0, False
             for number, line in enumerate(text.split(separator)):
                 key = line.strip()
-                # A blank line goes with the removed line before it, where none stays before that or the last one is blank.
+                # A blank line is removed with the removed line before it, if no kept line or only a blank one precedes that line.
                 if not key and open_ and config.unit == "line":
                     _, at, with_, value = removed[-1]
                     removed[-1] = (n, at, f"{with_}\n{line}", value)
@@ -162,7 +162,7 @@ def test_no_documents(tmp_path):
 
 def test_the_limit_is_a_rate_with_a_minimum():
     config = LineDedupConfig()
-    # The report's 6 in 30 million documents; more documents, more occurrences; fewer never less than 6.
+    # The report's 6 in 30 million documents; with more documents more occurrences; with fewer never less than 6.
     assert [config.limit(n) for n in (1, 30_000_000, 60_000_000, 300_000_000)] == [6, 6, 12, 60]
 
 

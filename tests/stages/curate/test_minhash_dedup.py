@@ -1,4 +1,4 @@
-"""Near-duplicates: recall against brute force, hard negatives, survivors and evidence."""
+"""Near-duplicates: recall compared with brute force, hard negatives, survivors and evidence."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_survivors_are_verified_themselves_never_along_a_chain(tmp_path):
     generator = np.random.default_rng(1)
     base = words(generator, 300)
     chain = [base]
-    for step in range(8):  # each differs from the one before in 4 places of its own: neighbours 0.88, ends far apart
+    for step in range(8):  # each differs from the previous one in 4 new places: neighbours 0.88, ends far apart
         following = list(chain[-1])
         for place in range(step * 4, step * 4 + 4):
             following[place * 9 % 300] = f"s{step}-{place}"
@@ -119,7 +119,7 @@ def test_templates_with_a_shared_preamble_stay(tmp_path):
     texts = [" ".join([*licence, *words(generator, 80)]) for _ in range(20)]
     assert jaccard(texts[0], texts[1]) > 0.8
     assert run(tmp_path, texts, MinhashDedupConfig(bands=40, rows=4)) == {}
-    # without the bound on new passages the shared licence would take all but one
+    # without the limit on new passages, the shared licence would remove all but one
     assert len(run(tmp_path, texts, MinhashDedupConfig(bands=40, rows=4, max_new_words=10_000))) == 19
 
 
@@ -136,7 +136,7 @@ def test_filled_in_templates_below_the_threshold_stay(tmp_path):
 def test_tables_of_a_tiny_vocabulary_stay(tmp_path, vocabulary, length):
     generator = np.random.default_rng(3)
     tables = [" ".join(generator.choice([f"w{n}" for n in range(vocabulary)], length)) for _ in range(12)]
-    if length >= 400:  # nearly all runs of five there are occur in both
+    if length >= 400:  # nearly all possible runs of five occur in both
         assert jaccard(tables[0], tables[1]) > 0.8
     assert run(tmp_path, tables) == {}
     again = run(tmp_path, [*tables, tables[0]])
@@ -206,7 +206,7 @@ def test_scripts_without_spaces_are_compared_word_by_word(tmp_path):
 
 
 def test_the_best_score_survives_whatever_the_length(tmp_path):
-    """Four copies, each a little longer than the one before; scores order them otherwise, a missing one is worst."""
+    """Four copies, each slightly longer than the previous one; scores give another order, and a missing score ranks last."""
     base = words(np.random.default_rng(0), 300)
     texts = [" ".join(base + words(np.random.default_rng(9), n)) for n in range(4)]
     store = Store.open(tmp_path)

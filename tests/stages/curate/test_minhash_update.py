@@ -1,4 +1,4 @@
-"""Adding documents gives what deduplicating all of them at once gives."""
+"""Adding documents gives the same result as deduplicating all of them at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START = datetime(2024, 1, 1, tzinfo=UTC)
 
 
 def corpus(seed):
-    """60 documents in families of near-duplicates of different lengths and ages, ids without order; one has no words."""
+    """Return 60 documents in families of near-duplicates of different lengths and ages, with unordered ids; one has no words."""
     generator = np.random.default_rng(seed)
     bases = [[f"w{n}" for n in generator.integers(0, 5000, generator.integers(60, 200))] for _ in range(14)]
     rows = []
@@ -54,7 +54,7 @@ def test_updates_equal_the_full_run(tmp_path, seed, survivor):
         given = {"documents": documents(store, some), "previous": list(chain)}
         chain.append(execute(minhash_update, StageConfig(), given, store, part_rows=5))
     assert verdicts(chain) == expected
-    # what the artifacts hold, put together by hand
+    # the artifacts' contents, joined by hand
     present = kept(chain[0])
     for artifact in chain[1:]:
         present |= kept(artifact)

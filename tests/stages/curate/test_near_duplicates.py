@@ -1,4 +1,4 @@
-"""Candidates and their verification against brute force."""
+"""Candidates and their verification, compared with brute force."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_band_keys_agree_exactly_where_rows_agree():
     assert near_duplicates.band_keys(signatures[:0], 4, 3).shape == (0, 4)
 
 
-SHINGLES = st.lists(st.integers(0, 30) | st.sampled_from([2**63, 2**64 - 1]))  # small ones share slots of a table
+SHINGLES = st.lists(st.integers(0, 30) | st.sampled_from([2**63, 2**64 - 1]))  # small hashes share slots of a table
 
 
 @given(st.lists(SHINGLES, min_size=2, max_size=5))
@@ -44,7 +44,7 @@ def test_sets_and_absent_runs(members):
     starts = np.cumsum(counts) - counts
     sets = near_duplicates.empty_sets(starts, counts)
     arrays = [np.array(one, dtype=np.uint64) for one in members]
-    for m in (0, 1, 0, *range(2, len(members))):  # a second time nothing happens
+    for m in (0, 1, 0, *range(2, len(members))):  # repeating a merge has no effect
         near_duplicates.make_set(sets, m, arrays[m])
     for m, k in itertools.permutations(range(len(members)), 2):
         left, right = set(members[m]), set(members[k])
@@ -56,7 +56,7 @@ def test_sets_and_absent_runs(members):
 
 
 def brute_force(documents, groups, signatures, criteria):
-    """Members in order against all kept ones, by Python sets; only for texts that are not repetitive."""
+    """Compare members in order with all kept ones, using Python sets; only for texts that are not repetitive."""
     kept, out = [], []
     for m, own in enumerate(documents):
         best = None

@@ -1,4 +1,4 @@
-"""Legal pages and notices in place of a page: measured by hand, and told from articles about the same things."""
+"""Legal pages, and notices in place of a page: measured by hand, and distinguished from articles about the same topics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORBIDDEN = "Please enable JavaScript and cookies\n\nYour browser will be checke
 
 
 def dropped(text: str) -> list[str]:
-    """The rules of the group `notices` that drop a text."""
+    """Return the rules of the group `notices` that drop a text."""
     values = measure(pa.array([text]), 5, 0.5).values
     rules = [rule for rule in active_rules(SelectConfig()) if rule.name.startswith("notices.")]
     columns = {rule.drop.signal: values[rule.drop.signal] for rule in rules}
@@ -45,7 +45,7 @@ def test_words_of_different_phrases_are_counted_once() -> None:
 def test_a_policy_goes_and_an_article_about_policies_stays() -> None:
     assert dropped(POLICY) == ["notices.max_legal"]
     assert dropped(ARTICLE) == []
-    # Its words of law are no fewer: it is who speaks to whom that differs.
+    # It has as many legal words; the difference is who addresses whom.
     assert len(notices.phrases(ARTICLE, "legal")[1]) >= 3
 
 
@@ -90,7 +90,7 @@ def test_a_law_that_speaks_to_nobody_stays_in_german_too() -> None:
     assert dropped(GESETZ) == []
 
 
-# Its phrases are those of terms, and nobody is spoken to.
+# Its phrases are those of terms of use, but nobody is addressed.
 STATUTE = """Section 12. (1) The Commission may at any time require a person to produce such documents, in accordance with this section, as
 are specified in the notice. (2) Nothing in this section compels the production of a document which is protected under the laws of the
 State. Section 13. (1) The terms of an order have effect from the effective date stated in it, and an order may be amended from time
@@ -114,7 +114,7 @@ def test_a_law_and_an_article_on_errors_stay() -> None:
     assert len(notices.phrases(STATUTE, "legal")[1]) >= notices.MIN_LEGAL_PHRASES and dropped(STATUTE) == []
     text = "\n".join(paragraph.replace("\n", " ") for paragraph in ERRORS.split("\n\n"))
     ratio = [notices.notice_ratio(text), measure(pa.array([text]), 5, 0.5).values["notice_ratio"][0]]
-    # Title and paragraphs have a phrase, of 10, 51, 66 and 88 words; of a notice no more than 100 are counted.
+    # Title and paragraphs each have a phrase, in 10, 51, 66 and 88 words; at most 100 words of a notice are counted.
     assert ratio == pytest.approx([100 / (10 + 51 + 66 + 88)] * 2) and dropped(text) == []
     assert dropped("\n".join(text.split("\n")[:2])) == ["notices.max_notice"]
 
@@ -125,4 +125,4 @@ def test_a_notice_goes_with_its_lines_and_not_with_those_of_a_page_around_it() -
     assert values["notice_ratio"][0] == pytest.approx(5 / words)
     assert dropped(FORBIDDEN.split("\n")[0]) == ["notices.max_notice"]
     assert dropped(f"{ARTICLE}\n{FORBIDDEN}") == []
-    assert dropped("Bitte aktivieren Sie JavaScript, um diese Seite zu sehen.") == []  # no list, no judgement
+    assert dropped("Bitte aktivieren Sie JavaScript, um diese Seite zu sehen.") == []  # no word list, no decision

@@ -1,4 +1,4 @@
-"""Personal data: what is masked, and what must be left alone."""
+"""Personal data: what is masked, and what must stay unmasked."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_spans_are_ordered_apart_and_masking_keeps_the_rest(text):
 
 
 def test_a_page_of_numbers_is_searched_to_its_end():
-    """A search that starts again at each number would take hours."""
+    """A search that restarts at each number would take hours."""
     text = "1234567 " * 20_000 + "A-" * 20_000 + "Am Rue A, 1 " * 5_000 + "1 A " * 9_000 + "+1 2 3 " * 5_000 + "a@" * 20_000 + "1.2.3." * 20_000 + "ab:" * 20_000 + "º1" * 50_000 + "A" * 50_000 + " 1A" * 20_000 + "@" + "a" * 50_000
     assert find(text, ALL) == []
 
@@ -222,7 +222,7 @@ PIECE = re.compile(r"⟦(\w+):([^⟧]*)⟧")
 
 
 def labelled():
-    """Texts of `pii_sentences.txt` with the set of their spans (start, stop, entity)."""
+    """Return the texts of `pii_sentences.txt` with the set of their spans (start, stop, entity)."""
     found = []
     for line in (Path(__file__).parent / "pii_sentences.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -303,7 +303,7 @@ PHONE_PIECES = ("+", "00", "1", "2", "34", "567", "8901", "+49", "+1 ", "(12)", 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PHONE_PIECES), min_size=3, max_size=14).map("".join))
 def test_international_numbers_are_those_of_groups_of_two_to_five_digits(text):
-    # The same numbers as pieces of two to five digits, with or without signs between them: simple, and slow on long rows of digits.
+    # The same numbers as groups of two to five digits, with or without separators: simple, but slow on long rows of digits.
     body = r"(?:\+[1-9]\d{0,2}[ .\-/]?|00[1-9]\d{0,2}[ \-/])(?:\(\d{1,4}\)[ .\-/]?)?\d{1,5}(?:[ .\-/]?\d{2,5}){1,5}"
     pieces = re.compile(rf"(?<![\w./=+-]){body}{personal.EXTENSION}{personal.END}")
 
@@ -314,7 +314,7 @@ def test_international_numbers_are_those_of_groups_of_two_to_five_digits(text):
 
 
 def test_rows_of_digits_that_are_no_number_take_no_time():
-    # A tenth of a second; each of them in all its groupings took a minute and a half.
+    # Takes a tenth of a second; trying each number in all its groupings took a minute and a half.
     assert not list(FINDERS["phone"](("+" + "1" * 41 + "x ") * 23_000))
 
 
@@ -327,15 +327,15 @@ def test_streets_that_repeat_are_looked_around_once():
     assert looked[0] == looked[1] < 40
     personal._has_contact.cache_clear()
     assert not list(FINDERS["address"]("".join(f"{number} Main Street\n" for number in range(10, 1000))))
-    assert personal._has_contact.cache_info().misses == 0  # nothing there says how to reach anybody
+    assert personal._has_contact.cache_info().misses == 0  # nothing in the text gives a way to contact anybody
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "12 Main Street," + " " * 20_000,  # blanks shared out around a comma
+        "12 Main Street," + " " * 20_000,  # spaces distributed around a comma
         "12 Main Street," + " \t" * 10_000 + "\n" + "\t " * 10_000,
-        f"12 Main Street, {'A-' * 29}a, {'B-' * 29}b, {'C-' * 29}c, ",  # hyphens within a name or between two
+        f"12 Main Street, {'A-' * 29}a, {'B-' * 29}b, {'C-' * 29}c, ",  # hyphens within a name or between two names
         f"Am {'A-' * 28}a 1x\n{'A-' * 28}weg 1_x\n" * 2_500,
     ],
     ids=["blanks", "lines", "towns", "streets"],
@@ -343,17 +343,17 @@ def test_streets_that_repeat_are_looked_around_once():
 def test_blanks_and_hyphens_beside_a_street_are_cut_in_one_way(text):
     started = time.process_time()
     assert find(text, ("address",)) == []
-    assert time.process_time() - started < 5  # less than a second; in all ways, from 40 seconds to years
+    assert time.process_time() - started < 5  # takes less than a second; trying all ways took from 40 seconds to years
 
 
 def test_spans_of_a_kind_between_those_of_another_are_put_in_order_at_once(monkeypatch):
     count = 500_000
-    for entity, start in (("email", 1), ("ip_address", 2), ("address", 0)):  # the last overlap both
+    for entity, start in (("email", 1), ("ip_address", 2), ("address", 0)):  # the last span overlaps both
         spans = [personal.Span(at + start, at + start + 1 + (start == 0), entity) for at in range(0, 3 * count, 3)]
         monkeypatch.setitem(personal.FINDERS, entity, lambda _text, _seen, spans=spans: iter(spans))
     started = time.process_time()
     spans = find(" " * 3 * count, ("email", "ip_address", "address"), personal.EVERY)
-    assert time.process_time() - started < 5  # one or two; half a minute with each span inserted in its place
+    assert time.process_time() - started < 5  # takes one or two seconds; inserting each span in its place took half a minute
     assert [span[:2] for span in spans] == [(at, at + 1) for at in range(3 * count) if at % 3]
 
 

@@ -1,4 +1,4 @@
-"""The quality classifier: metrics by brute force, out-of-fold scores, one model for one input."""
+"""The quality classifier: metrics by brute force, out-of-fold scores, and one model for one input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = TrainClassifierConfig(dimension=8, buckets=10_000, epochs=20, learning_r
 
 
 def trained_and_applied(store, documents, language=None, **how):
-    """A classifier of good sources, and the signals it gives to the documents that it learned from."""
+    """Return a classifier of good sources, and its signals on the documents that it learned from."""
     made = execute(train_classifier, SMALL, {"documents": documents}, store, **how)
     inputs = {"documents": documents, "classifier": made} | ({"language": language} if language else {})
     return made, execute(quality, QualityConfig(), inputs, store, **how)
@@ -57,7 +57,7 @@ def test_draws_belong_to_ids():
 
 
 def test_large_classes_are_cut_and_small_ones_repeated():
-    # The median class has 30: at most 60 of a class, at least 15, and nothing more than ten times.
+    # The median class has 30: at most 60 of a class are used, at least 15, and no document more than ten times.
     config = TrainClassifierConfig(class_ratio=2)
     assert _quota({"a": 90, "b": 30, "c": 2}, config) == {"a": (60, 1), "b": (30, 1), "c": (2, 8)}
     assert _quota({"a": 90, "b": 30, "c": 1}, config)["c"] == (1, 10)
@@ -92,14 +92,14 @@ def test_scores_tell_the_sources_apart(tmp_path, make_documents, themed):
     assert all((rows[i]["quality"] is None) == (s == "code") for i, s in sources.items())
     good = [rows[i]["quality"] for i, s in sources.items() if s == "wikipedia"]
     assert min(good) > max(rows[i]["quality"] for i, s in sources.items() if s == "web")
-    # A text that nobody trained on, in every fold.
+    # A text on which no model was trained, in every fold.
     ids = [f"new {n}" for n in range(20)]
     found = load_classifier(classifier, "quality")
     assert {found.classes[at] for at in found.probabilities(ids, pa.array(["click here buy now ! ! !"] * 20)).argmax(axis=1)} == {"other"}
 
 
 def test_scores_are_out_of_fold(tmp_path, make_documents):
-    # Noise: every document has a word of its own, so a model that saw it would know its source.
+    # Noise: every document has a unique word, so a model that was trained on it would know its source.
     store = Store.open(tmp_path)
     generator = np.random.default_rng(0)
     rows = [
@@ -116,7 +116,7 @@ def test_one_input_one_result(tmp_path, make_documents, themed):
     digests, models = set(), set()
     for name in ("a", "b", "c"):
         store = Store.open(tmp_path / name)
-        junk = [np.full(1 << 18, np.nan, np.float32) for _ in range(8)]  # freed memory that an allocation may find again
+        junk = [np.full(1 << 18, np.nan, np.float32) for _ in range(8)]  # freed memory that a later allocation may reuse
         del junk
         classifier, made = trained_and_applied(store, make_documents(store, themed(120)), part_rows=7 if name == "b" else 1024)
         digests.add(made.data_digest)

@@ -1,4 +1,4 @@
-"""Every stage of curation writes the same bytes whatever the order of its inputs, the size of parts, the number of workers."""
+"""Every stage of curation writes the same bytes for any order of its inputs, any shard size and any number of workers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES = {
 
 
 def corpus(themed):
-    """72 documents: near-duplicates, repeated lines and passages, personal data, repeated and unwanted addresses, equal times."""
+    """Return 72 documents: near-duplicates, repeated lines and passages, personal data, repeated and unwanted addresses, equal times."""
     rows = []
     for n, (identity, source, text) in enumerate(themed(72)):
         if n % 9 == 4:
@@ -76,7 +76,7 @@ def corpus(themed):
 
 
 def crawl(folder, order):
-    """Two archives with 40 pages and two records that repeat, as inputs."""
+    """Return two archives with 40 pages and two repeated records, as inputs."""
     members = []
     for n in range(40):
         body = f"<html><title>t{n}</title><main><p>{' '.join(f'word{w}' for w in range(n, n + 90))}</p></main></html>".encode()
@@ -96,14 +96,14 @@ def crawl(folder, order):
 
 
 def lists_of_sites(folder):
-    """Two lists that name the same domain."""
+    """Return two lists that contain the same domain."""
     for name in ("first", "second"):
         (folder / f"{name}.txt").write_text("listed.net\n")
     return [External.resolve(f"{name}={folder / name}.txt")[0] for name in ("first", "second")]
 
 
 class World:
-    """The inputs of every stage, and what the stages make of them with one worker and one large part."""
+    """The inputs of every stage, and the artifacts that the stages make of them with one worker and one large shard."""
 
     def __init__(self, folder, themed, small_model):
         self.folder, self.store, self.rows = folder, Store.open(folder / "store"), corpus(themed)
@@ -134,7 +134,7 @@ class World:
         return execute(function, config, inputs(self), store, **how)
 
     def copied(self, store, name):
-        """The same world in another store, without what the stage `name` made."""
+        """Return the same artifacts in another store, without the one that the stage `name` made."""
         shutil.copytree(self.store.root / "objects", store.root / "objects", dirs_exist_ok=True)
         store.files.remove(self.made[name].place)
 
@@ -150,7 +150,7 @@ class World:
         return other
 
     def shuffled(self, store, folder):
-        """The same world with rows, files and lists of inputs in another order."""
+        """Return the same inputs with rows, files and lists of inputs in another order."""
         other = object.__new__(World)
         order = np.random.default_rng(1).permutation(len(self.rows))
         other.__dict__.update(self.__dict__)
@@ -164,7 +164,7 @@ def _rules(**groups):
     return parse(SelectConfig, {"gopher_repetition": None, "c4": None, "fineweb": None, **groups}, "select")
 
 
-# Name of the stage → its function, a configuration under which it has something to do, its inputs.
+# Name of the stage → its function, a configuration with which it has work to do, its inputs.
 SPECS = {
     "ingest": (ingest, IngestConfig(), lambda w: {"inputs": w.crawl}),
     "extract": (extract, ExtractConfig(), lambda w: {"pages": w.made["ingest"]}),
@@ -231,7 +231,7 @@ def world(tmp_path_factory, themed, small_model):
 @pytest.fixture(scope="module")
 def pools():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)  # imported once, not by every worker
+    context.set_forkserver_preload(MODULES)  # imported once instead of by every worker
     with ProcessPoolExecutor(2, mp_context=context) as two, ProcessPoolExecutor(4, mp_context=context) as four:
         yield {2: two, 4: four}
 
@@ -246,7 +246,7 @@ def test_same_bytes(world, pools, tmp_path, name, case):
         given = given.shuffled(store, tmp_path)
     made = given.run(name, store, executor=pools.get(how.pop("workers", 1)), **how)
     expected = world.made[name]
-    assert made.manifest.files == expected.manifest.files  # a checksum for each file
+    assert made.manifest.files == expected.manifest.files  # one checksum per file
     assert made.manifest.data_digest == expected.manifest.data_digest
     assert made.manifest.metrics == expected.manifest.metrics
     assert made.manifest.figures == expected.manifest.figures
@@ -259,4 +259,4 @@ def test_there_is_something_to_do(world, name, table):
 
 def test_every_stage_is_here():
     found = {value.name for module in MODULES for value in vars(importlib.import_module(module)).values() if isinstance(value, Stage)}
-    assert found - {"import_classifier"} <= set(SPECS)  # that one copies a file from outside
+    assert found - {"import_classifier"} <= set(SPECS)  # import_classifier copies a file from outside

@@ -1,4 +1,4 @@
-"""Rules and selection: by hand, against DuckDB, and on real stages."""
+"""Rules and selection: by hand, compared with DuckDB, and on real stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from puna.stages.curate.rules.groups import Drop, WebRules, active_rules, rule_g
 from puna.stages.curate.select import SelectConfig, select, without_lines
 from puna.storage import PunaError, Store
 
-SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing them declares their signals
+SCORING = (code_reasoning, domains, heuristics, language, quality)  # importing these modules declares their signals
 OFF = dict.fromkeys(name for name in SelectConfig.model_fields if name not in ("groups", "sql"))
 
 
@@ -42,7 +42,7 @@ def test_the_first_rule_in_declared_order_is_recorded(tmp_path, make_documents):
          "min_stop_word_fraction", "max_misread")
     )
     made = execute(select, config(language={}, gopher_quality=rules), given_, store)
-    # Thresholds themselves are kept: 50 words, length 10, ratio 0.1, score 0.65.
+    # Values equal to a threshold are kept: 50 words, length 10, ratio 0.1, score 0.65.
     assert made.read()["id"].to_pylist() == ["c"]
     assert made.read("dropped").to_pylist() == [
         {"id": "a", "rule": "gopher_quality.min_words", "value": 49.0, "threshold": 50.0, "detail": None},
@@ -79,7 +79,7 @@ def test_code_and_reasoning_pages_have_rules_of_their_own(tmp_path, make_documen
                                 "max_bullet_lines", "max_ellipsis_lines", "min_stop_words", "min_stop_word_fraction", "max_misread"]), "min_words": 20}  # fmt: skip
     own = {"max_repeated_line_characters": None, "min_code": 0.5, "min_reasoning": 0.5}
     made = execute(select, config(gopher_quality=quality, code_reasoning=own), given_, store)
-    # a, c, h: pages of these kinds whose words pass their own bound; b: of neither, by a hair; e: not measured is of neither kind.
+    # a, c, h: pages of these kinds whose words pass the kind's own bound; b: just below both kinds; e: not measured, so of neither kind.
     assert made.read()["id"].to_pylist() == ["a", "c", "e", "g", "h"]
     assert {r["id"]: r["rule"] for r in made.read("dropped").to_pylist()} == {
         "b": "gopher_quality.min_alphabetic_words", "d": "code_reasoning.min_words", "f": "code_reasoning.min_alphabetic_words",
@@ -131,7 +131,7 @@ def test_what_is_not_measured(tmp_path, make_documents):
     found = signals(store, id=["a", "b"], token_kl_excess=[None, 9.0], language=[None, "en"], language_score=[0.9, 0.9])
     rules = {"divergence": {}, "language": {"languages": ["en", "fr"]}}
     made = execute(select, config(**rules), {"documents": docs, "signals": [found]}, store)
-    # No divergence is no reason; no language is.
+    # A missing divergence is no reason to drop a document; a missing language is.
     assert [(r["rule"], r["value"], r["detail"]) for r in made.read("dropped").to_pylist()] == [
         ("language.languages", None, "not measured"), ("divergence.max_excess", 9.0, None)
     ]  # fmt: skip
@@ -163,7 +163,7 @@ def test_repeated_lines_of_kept_documents_go(tmp_path, make_documents):
     })  # fmt: skip
     found = store.import_table("signals", pa.table({"id": ["a", "b", "c"], "words": [9, 9, 0]}), line_signals=lines)
     made = execute(select, config(lines={}), {"documents": docs, "signals": [found]}, store)
-    # 0.9 is not more than 0.9; a line of 29 words is too short to judge; code keeps its lines.
+    # 0.9 is not more than 0.9; a line of 29 words is too short to be judged; code keeps its lines.
     assert made.read()["text"].to_pylist() == ["one\nthree\nfour", "one\ntwo", ""]
     assert made.read("removed_lines").to_pylist() == [
         {"id": "a", "line": 1, "text": "two", "rule": "lines.max_ngram_coverage", "value": 1.0}

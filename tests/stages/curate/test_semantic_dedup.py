@@ -1,4 +1,4 @@
-"""Semantic duplicates: vectors against exact TF-IDF, greedy choice, reproducibility."""
+"""Semantic duplicates: vectors compared with exact TF-IDF, greedy choice, reproducibility."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_cosines_estimate_those_of_exact_tf_idf():
     buckets = 1 << 20
     frequency = document_frequency(hashes, offsets, buckets)
     exact_frequency = Counter(w for t in documents for w in set(t.split()))
-    assert sorted(frequency[frequency > 0].tolist()) == sorted(exact_frequency.values())  # no two words share a bucket here
+    assert sorted(frequency[frequency > 0].tolist()) == sorted(exact_frequency.values())  # here no two words share a bucket
     vectors = project(hashes, offsets, np.log((1 + len(documents)) / (1 + frequency)), 1024)
     exact = []
     for text in documents:
@@ -86,13 +86,13 @@ def test_same_result(tmp_path, make_documents, case):
 
 
 def test_vectors_of_an_encoder(tmp_path, make_documents, small_model):
-    """Against centred mean hidden states and a greedy choice written out here."""
+    """Compared with centred mean hidden states and a greedy choice implemented here."""
     from puna.models.forest import Forest
     from puna.models.formats.checkpoint import load
     from puna.models.tokens.tokenizer import Tokenizer
 
     base = texts(3, 60)
-    # Every fifth text begins like the one before it, and goes on, unread, in words of its own.
+    # Every fifth text begins like the previous one, and continues with its own words beyond the part that is read.
     found = [base[n - 1][:90] + " " + base[n][90:] if n % 5 == 4 else text for n, text in enumerate(base)]
     store = Store.open(tmp_path)
     model = small_model(store, found)

@@ -1,4 +1,4 @@
-"""Normal words and shingle hashes against plain Python and the xxhash library."""
+"""Normalised words and shingle hashes, compared with plain Python and the xxhash library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from puna.kernels.text import hashing, normal_words
 
 xxhash = pytest.importorskip("xxhash")
 
-# a to c stand for themselves, upper case for lower case, é for e, ß for ss, Han characters for themselves as words, all else parts words
+# a to c map to themselves, upper case to lower case, é to e, ß to ss, Han characters to themselves as words; all else separates words
 FORMS = [b" "] * 0x9FFF
 FORMS[ord("é")], FORMS[ord("ß")], FORMS[0x301] = b"e", b"ss", b""
 for letter in "abc":
@@ -67,7 +67,7 @@ def test_slice_hashes_of_every_length(size):
 
 
 def test_widened_shingles_tell_apart_what_the_short_ones_cannot():
-    # both texts hold the pairs ab, ba, ac, ca; runs of four differ
+    # both texts contain the pairs ab, ba, ac, ca; runs of four differ
     words = normal_words.normal_words(*flat(["a b a c a b a c a", "a b a b a c a c a"]), TABLE)
     hashes, where = normal_words.shingle_hashes(words, 2)
     first, second = hashes[: where[1]], hashes[where[1] :]

@@ -1,4 +1,4 @@
-"""Signals: what is declared is measured, compiled code equals the plain definitions, and signals come from outside."""
+"""Signals: declared signals are measured, compiled code equals the plain definitions, and other packages can add signals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DOCUMENTS = [
 
 
 def different(texts: list[str]) -> list[tuple[str, str, float, object]]:
-    """Signal, text, compiled value and definition's value, where they differ."""
+    """Return (signal, text, compiled value, definition's value) for all differences."""
     values, wrong = measure(pa.array(texts, pa.string()), 5, 0.5).values, []
     for name, made in SIGNALS.items():
         if made.compiled and made.definition:
@@ -51,10 +51,10 @@ def test_compiled_signals_are_what_their_definitions_say(text: str) -> None:
     assert different([text]) == []
 
 
-# The share of stop words is measured where a document's language is known alone.
+# The share of stop words is measured only if a document's language is known.
 @pytest.mark.parametrize("name", [name for name in RECORD.names if name != "stop_word_fraction"])
 def test_a_measurement_that_is_missing_fails_at_commit(name, tmp_path, make_documents, monkeypatch) -> None:
-    """Whichever compiled field is not filled, the run says so."""
+    """Whichever compiled field is not filled, the run reports it."""
 
     def without(*args: object):
         found = measure(*args)
@@ -94,7 +94,7 @@ OWN = """
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A user's module of signals, loaded as `--module` does; forgotten after the test."""
+    """Return a user's module of signals, loaded as by `--module`, and unloaded after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(plugins, "_modules", {})
     before = dict(SIGNALS)
@@ -157,7 +157,7 @@ def test_a_definition_that_hangs_or_explodes_costs_its_document(own, tmp_path, m
     table = execute(heuristics, config, {"documents": documents}, store).read()
     assert table["costly"].to_pylist() == [None, 4, None, None, None, 4]
     assert table["failure"].to_pylist() == [
-        "signal costly: it takes more than 0.5 s of computing", None, "signal costly: it takes more than 0.5 s of computing", "signal costly: MemoryError: ",
+        "signal costly: it takes more than 0.5 s of CPU time", None, "signal costly: it takes more than 0.5 s of CPU time", "signal costly: MemoryError: ",
         "signal costly: its process ended", None,
     ]  # fmt: skip
 
@@ -222,13 +222,13 @@ def test_what_is_declared_wrongly_is_refused() -> None:
 
 
 class UndeclaredConfig(StageConfig):
-    """Nothing to choose."""
+    """A configuration without fields."""
 
 
 def test_a_stage_writes_only_declared_signals(tmp_path) -> None:
     @stage(kind="signals", version="1")
     def undeclared(config: UndeclaredConfig, run: StageRun) -> None:
-        """Writes a column that nobody declared."""
+        """Write a column that nobody declared."""
         run.write(pa.table({"id": ["a"], "never_declared": [1.0]}))
 
     del REGISTRY["undeclared"]

@@ -1,4 +1,4 @@
-"""Repeated passages against brute force over word tuples."""
+"""Repeated passages, compared with brute force over word tuples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def corpus(seed, count=30):
 
 
 def brute_force(rows, k):
-    """Words that stay of each document, and how many are removed."""
+    """Return the remaining words of each document, and the number of removed words."""
     seen, out = set(), {}
     for identity, source, text in rows:
         words = text.split()
@@ -99,6 +99,6 @@ def test_the_text_before_each_of_many_passages_is_counted_once():
     repeated = pa.table({"row": np.zeros(len(window), np.int64), "window": window, "kept_id": ["a"] * len(window)})
     started = time.process_time()
     made = _cut(documents, repeated, SubstringDedupConfig())
-    assert time.process_time() - started < 5  # half a second; half a minute where the text before each passage was decoded
+    assert time.process_time() - started < 5  # takes half a second; decoding the text before each passage took half a minute
     assert made["removed_spans"]["start"].to_pylist() == list(accumulate(map(len, pieces)))[:-1]
     assert made["documents"]["text"][0].as_py().split() == [*pieces[0].split(), *(f"ü{number}" for number in range(1, len(pieces)))]

@@ -1,4 +1,5 @@
-"""What stands doubtfully below an article's body goes; leads above it, sure blocks, short pages and other sorts of page keep all."""
+"""Uncertain blocks below an article's body are removed; leads above it, certain blocks, short pages and other types of page stay
+complete."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ OTHERS = "<ul><li><h3>Mayor resigns</h3><p>The mayor of the town has resigned.</
 
 
 def left(body: str, below: float) -> str:
-    """The text of a page of which all was kept, the chance of each block `below` but 1 in the article."""
+    """Return the text of a page whose blocks were all kept; each block has the probability `below`, except 1 in the article."""
     page = read_page(HTMLTree.parse(f"<html><body>{body}</body></html>"))
     texts = [page.text[b[1] : b[2]].tobytes().decode() for b in page.blocks]
     p = np.array([1.0 if "ship" in text else below for text in texts], np.float32)
@@ -32,13 +33,13 @@ def test_doubtful_blocks_below_the_body_go_and_leads_above_it_stay():
 @pytest.mark.parametrize(
     ("body", "below"),
     [
-        (BODY + OTHERS, SURE),  # the trees are sure of it
-        (f"<article>{STORY}</article>{OTHERS}", 0.1),  # the body is too short to say what it is
+        (BODY + OTHERS, SURE),  # the trees are certain of it
+        (f"<article>{STORY}</article>{OTHERS}", 0.1),  # the body is too short to identify the content
         (f"<article>{STORY}{STORY}{OTHERS}</article>", 0.1),  # inside the body
         (
             f"<article>{STORY}{STORY}</article><div>{OTHERS.replace('town', 'town by the sea ' * 25)}</div>",
             0.1,
-        ),  # as much prose as the body
+        ),  # as much prose as in the body
     ],
 )
 def test_what_is_no_teaser_below_an_article_stays(body, below):

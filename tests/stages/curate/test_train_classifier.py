@@ -46,7 +46,7 @@ def test_scores_are_those_of_training_and_the_next_crawl_needs_none(world, make_
     (expected,) = seen
     values, good = found["quality"].to_numpy(), np.array([i in wikipedia for i in found["id"].to_pylist()])
     scored = ~np.isnan(values)
-    # The models score alike before and after they were stored.
+    # The models give equal scores before and after they were stored.
     assert (score_counts(values[scored], good[scored]) == expected.counted).all() and scored.sum() > 100
     rows = [(f"next-{identity}", source, text) for identity, source, text in themed(40, 7)]
     later = execute(quality, QualityConfig(), {"documents": make_documents(store, rows), "classifier": made}, store).read()
@@ -107,7 +107,7 @@ def test_classes_may_have_white_space(world):
         made = execute(train_classifier, config, {"documents": documents, "labels": labels}, store)
         found.append(execute(classify, StageConfig(), {"documents": documents, "classifier": made}, store).read()["classifier_label"].to_pylist())
     plain, spaced = found
-    # Names order the classes, no more: what is found is the same but for ties.
+    # Names only determine the order of classes: the results are equal except for ties.
     assert np.mean([names[a] == b for a, b in zip(plain, spaced, strict=True)]) > 0.95
     assert set(spaced) == set(names.values())
 

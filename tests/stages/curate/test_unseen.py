@@ -1,4 +1,4 @@
-"""What a page holds that no reader sees: templates, notices about JavaScript, tags in brackets."""
+"""Invisible text on a page: templates, notices about JavaScript, tags in brackets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST = (
 
 
 def text_between(markup: str) -> str:
-    """What is written between the first and the last paragraph of an article that has this markup there."""
+    """Return the extracted text between the first and last paragraphs of an article with this markup in between."""
     page = f"<html><head><title>Bridge</title></head><body><article><h1>Bridge</h1><p>{FIRST}</p>{markup}<p>{LAST}</p></article></body></html>"
     text = page_text(page.encode(), "text/html", "utf-8", ExtractConfig()).text
     assert text.count(FIRST) == text.count(LAST) == 1

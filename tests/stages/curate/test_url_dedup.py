@@ -123,7 +123,7 @@ def test_newer_by_a_second_or_less_wins(tmp_path):
 def test_times_of_other_zones_are_instants(tmp_path):
     store = Store.open(tmp_path)
     zone = timezone(timedelta(hours=9))
-    # 08:00 in a zone nine hours ahead is 23:00 of the day before: older than 00:30 UTC, though its date reads later.
+    # 08:00 in a zone nine hours ahead is 23:00 UTC of the day before: older than 00:30 UTC, though its local date is later.
     early = pa.array([datetime(2024, 1, 2, 8, tzinfo=zone)], pa.timestamp("us", tz="+09:00"))
     late = pa.array([datetime(2024, 1, 2, 0, 30, tzinfo=UTC)], pa.timestamp("us", tz="UTC"))
     table = {"id": ["a", "b"], "url": ["https://x.com/1"] * 2, "source": ["s"] * 2, "title": pa.nulls(2, pa.string()), "text": ["a", "b"]}

@@ -65,7 +65,7 @@ def test_lists_words_and_what_only_looks_like_them(tmp_path):
     ],
 )  # fmt: skip
 def test_innocent_hosts_hold_no_adult_word(host):
-    """Words are looked for within labels, without the public suffix, and only where ordinary words explain the rest."""
+    """Words are searched within labels, without the public suffix, and count only if ordinary words explain the rest of the label."""
     assert adult_name(host) == ""
 
 
@@ -125,7 +125,7 @@ def test_lists_in_the_layout_of_ut1(tmp_path):
     lists = execute(block_lists, BlockListsConfig(categories=("adult", "warez")), inputs, store)
     assert lists.manifest.metrics == {"url_adult": 6, "url_warez": 2}
     expected = {
-        "http://a.bad.example.net/": "url_adult",  # of two lists, the first by name
+        "http://a.bad.example.net/": "url_adult",  # on two lists, so the first by name
         "http://203.0.113.77/x": "url_adult",
         "https://other.example.net:8080/": "url_adult",
         "http://host.example.net/~user/pics/1.jpg": "url_adult",
@@ -185,7 +185,7 @@ def test_places_longer_than_every_entry_are_not_made(tmp_path):
     ]  # fmt: skip
     tracemalloc.start()
     assert [verdict and verdict.rule for verdict in judge(urls, rules)] == ["page", "folder", None, "domain", "folder", "domain"]
-    assert tracemalloc.get_traced_memory()[1] < 8 << 20  # 60 million bytes if all of them are made
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20  # 60 million bytes if all are created
     tracemalloc.stop()
     for url in urls:
         every = _places(parse(url), len(url) + 1)

@@ -1,4 +1,4 @@
-"""The word splitter, by hand and against properties that hold for every text."""
+"""The word splitter, by hand and by properties that hold for every text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CASES = {
     "so... and ---- so": ["so", "...", "and", "----", "so"],
     "see example.org/a?b": ["see", "example.org", "/", "a?b"],
     "foo_bar(x) __init__": ["foo_bar(x", ")", "_", "_", "init", "_", "_"],
-    # Scripts without spaces: as ICU's dictionaries part these.
+    # Scripts without spaces: split as by ICU's dictionaries.
     "市議会は来週、川にかかる古い橋を修理する。": ["市議会", "は", "来週", "、", "川", "に", "かかる", "古い", "橋", "を", "修理", "する", "。"],
     "人人生而自由": ["人", "人生", "而", "自由"],
     "ที่ดินของเขา": ["ที่", "ดิน", "ของ", "เขา"],
     "iPhone手机2台": ["iPhone", "手机", "2", "台"],
-    # Joiners are in words, zero width spaces and Tibetan's marks between syllables part them.
+    # Joiners belong to words; zero width spaces and Tibetan syllable marks separate words.
     "می\u200cخواهم": ["می\u200cخواهم"],
     "wood\u00adland \u200eabc\u200f": ["wood\u00adland", "abc\u200f"],
     "ភាសា\u200bខ្មែរ": ["ភាសា", "ខ្មែរ"],

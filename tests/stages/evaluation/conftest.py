@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def model(tmp_path: Path, store: Store) -> Callable[..., Artifact]:
-    """A model as an artifact, by its seed."""
+    """Return a function that makes a model artifact from a seed."""
 
     def make(seed: int = 0, context: int = 256, groups: int = 1, layers: int = 2) -> Artifact:
         (files,) = External.resolve(f"model={saved(tmp_path / f'model-{seed}-{context}', seed, context, groups, layers)}")
@@ -50,7 +50,7 @@ def model(tmp_path: Path, store: Store) -> Callable[..., Artifact]:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Callable[..., External]:
-    """A folder with a task file and its rows, as an input."""
+    """Return a function that makes a folder with a task file and its rows, as an input."""
 
     def make(rows: list[dict[str, Any]], train: list[dict[str, Any]] | None = None, **keys: Any) -> External:
         folder = tmp_path / f"task-{keys.get('task', 'mine')}"

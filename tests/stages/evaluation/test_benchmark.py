@@ -35,7 +35,7 @@ CHOICE = {
 
 
 def nats(model: Transformer, tokenizer: Tokenizer, text: str, ending: str) -> float:
-    """log p(ending | text) behind BOS, of the whole text's tokens."""
+    """Return log p(ending | text) after BOS, from the tokens of the whole text."""
     before, whole = ([tokenizer.bos, *tokenizer.encode(one)] for one in (text, text + ending))
     logprobs = torch.log_softmax(model.logits(model.hidden(Forest.pack([whole]))).double(), -1).detach()
     return sum(float(logprobs[at - 1, whole[at]]) for at in range(len(before), len(whole)))
@@ -101,7 +101,7 @@ def test_permuted_options_change_the_letters_and_nothing_else(store: Store, mode
         tasks = task(rows, task=f"mine{permuted}", permuted=permuted, **CHOICE)
         made[permuted] = execute(benchmark, BenchmarkConfig(options="best"), {"model": given, "tasks": [tasks]}, store)
     values = [numbers(made[permuted])[f"mine{permuted}:cloze", "acc"]["value"] for permuted in (False, True)]
-    assert values[0] == values[1]  # likelihoods of the options' texts do not see their order
+    assert values[0] == values[1]  # the likelihood of an option's text does not depend on the options' order
     network, tokenizer = opened(given)
     orders, expected = set(), []
     for one in (row for row in made[True].read("examples").to_pylist() if json.loads(row["detail"])["task"] == "mineTrue:letters"):
@@ -122,7 +122,7 @@ def test_lettered_questions() -> None:
 
 
 def test_options_before_one_ending(store: Store, model: Make, task: Task) -> None:
-    """Winogrande's form: doc_to_text is the index of the right option, and the ending is the same."""
+    """Winogrande's form: doc_to_text is the index of the right option, and the ending is common."""
     given = model()
     rows = [{"start": ["a cow", "a car"], "end": "eats grass.", "right": "0"}]
     tasks = task(rows, output_type="multiple_choice", doc_to_text="{{right}}", doc_to_choice="start", doc_to_target="end")
@@ -145,7 +145,7 @@ def test_whole_texts(store: Store, model: Make, task: Task) -> None:
     network, tokenizer = opened(given)
     total = 0.0
     for text in texts:
-        ids = [tokenizer.bos, tokenizer.bos, *tokenizer.encode(text)]  # the tokenizer's own BOS is scored behind the prefix
+        ids = [tokenizer.bos, tokenizer.bos, *tokenizer.encode(text)]  # the tokenizer's own BOS is scored after the prefix
         logprobs = torch.log_softmax(network.logits(network.hidden(Forest.pack([ids]))).double(), -1).detach()
         total += sum(float(logprobs[at - 1, ids[at]]) for at in range(1, len(ids)))
     size, words = sum(len(text.encode()) for text in texts), sum(len(re.split(r"\s+", text)) for text in texts)
@@ -156,7 +156,7 @@ def test_whole_texts(store: Store, model: Make, task: Task) -> None:
 
 
 class Answering:
-    """Stands for the engine: answers by the prompt's text, and keeps what it was asked."""
+    """A stub of the engine that answers by the prompt's text and records its prompts."""
 
     def __init__(self, tokenizer: Tokenizer, answers: dict[str, list[str]]) -> None:
         self.tokenizer, self.answers, self.asked, self.params = tokenizer, answers, [], None
@@ -197,7 +197,7 @@ def test_answers_are_filtered_matched_and_verified(store: Store, model: Make, ta
     assert engine.params.max_tokens == 9 and "\n" in engine.params.stop and engine.params.temperature == 0
     found = numbers(made)
     assert found["mine", "exact_match,digits"]["value"] == 2 / 3
-    assert found["mine", "verified"]["value"] == pytest.approx(1 / 3)  # an answer that was cut off is not right
+    assert found["mine", "verified"]["value"] == pytest.approx(1 / 3)  # a truncated answer is not right
     assert {row["text"] for row in made.read("examples").to_pylist()} == {"12 apples", "none 8", "it is 3 CUT"}
 
 
@@ -207,7 +207,7 @@ def test_several_answers(store: Store, model: Make, task: Task) -> None:
     made, engine = answered(store, model(), task(rows, verifier="numeric", repeats=4, **GENERATED), BenchmarkConfig(), answers)
     found = {metric: row["value"] for (_, metric), row in numbers(made).items()}
     assert engine.params.n == 4
-    # Right are 2 and 1 of 4: pass@2 is the mean of 1 - 1/6 and 1 - 3/6; the first of equals is the most frequent.
+    # 2 and 1 of 4 are right: pass@2 is the mean of 1 - 1/6 and 1 - 3/6; on a tie, the first answer is the most frequent.
     assert found["verified"] == (2 / 4 + 1 / 4) / 2 and found["pass@4"] == 1
     assert found["pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2) and found["majority@4"] == 0.5
     assert [column.metric for column in verified_columns([[1.0]], [["a"]])] == ["verified"]

@@ -1,4 +1,4 @@
-"""Calibration against sums over the bins as their definition has them, and the share of questions that a model was trained on."""
+"""Calibration compared with sums over the bins by their definition, and the share of questions that a model was trained on."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def test_the_stage_reports_it_of_the_options_probabilities(store: Store, model: 
         right.append(float(sums.index(max(sums)) == row["right"]))
     rows = numbers(made)
     assert rows["mine", "acc"]["calibration_error"] == pytest.approx(brute_force(expected, right), abs=1e-5)
-    assert rows["mine", "acc_norm"]["calibration_error"] is None  # divided by its length a likelihood is no probability
+    assert rows["mine", "acc_norm"]["calibration_error"] is None  # divided by its length, a likelihood is not a probability
     kept = [row["value"] for row in made.read("scores").to_pylist() if row["name"] == "mine/acc:confidence"]
     assert sorted(kept) == pytest.approx(sorted(expected), abs=1e-6)
 
 
 @stage(kind="model", version="1")
 def left_as_it_was(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
-    """Stand for a fine-tuned model: a copy of what it began from."""
+    """Stand in for fine-tuning: copy the starting model."""
     for file in Path(model.path()).iterdir():
         if file.is_file() and file.suffix in (".json", ".safetensors") and file.name != "manifest.json":
             (run.folder / file.name).write_bytes(file.read_bytes())
 
 
 def test_numbers_of_the_clean_part_stand_beside_the_whole(store: Store, model: Callable[..., Artifact], task: Callable[..., External]) -> None:
-    """The third question and its answer were trained on, the first is in a held-out row; the shortest question cannot be matched."""
+    """The third question and its answer were trained on, the first is in a held-out row; the shortest question is too short to match."""
     places = (" on the slope behind the village", "", " by the old bridge over the river")
     rows = [{**row, "q": row["q"].rstrip("?") + (f"{place} in the high grassland of the Andes?" if place else "?")} for row, place in zip(ROWS, places, strict=True)]
     said = [(f"Question: {rows[at]['q']}", split) for at, split in ((2, "train"), (0, "heldout"))]

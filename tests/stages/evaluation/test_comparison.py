@@ -1,4 +1,4 @@
-"""Two models compared: Student's t and Holm's correction against scipy and by hand; the view `leaderboard`."""
+"""Comparison of two models: Student's t and Holm's correction compared with scipy and by hand; the view `leaderboard`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Likelihoods on shared beginnings equal those of each sequence alone; encoding and windows are the harness's."""
+"""Likelihoods with shared prefixes equal those of each sequence alone; encoding and windows equal the harness's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stages.evaluation.conftest import saved
 
 
 def alone(model: Transformer, request: Request, longest: int) -> tuple[float, bool]:
-    """The sum and the greedy flag of one sequence by itself, in float64."""
+    """Return the summed log-likelihood and the greedy flag of one sequence alone, in float64."""
     ids, n = [*request.context, *request.continuation][-(longest + 1) :], len(request.continuation)
     logprobs = torch.log_softmax(model.logits(model.hidden(Forest.pack([ids[:-1]]))).double(), -1).detach()[-n:]
     tokens = torch.tensor(request.continuation)
@@ -42,7 +42,7 @@ def test_shared_sequences_score_as_each_alone() -> None:
     first = likelihoods(model, requests, 12, 16)
     for limit in (16, 64, 10_000):
         found = likelihoods(model, requests, 12, limit)
-        assert found == first  # bit by bit, whatever was computed beside them
+        assert found == first  # bit by bit, whatever else was computed in the batch
         assert [one.sum for one in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
         assert [one.greedy for one in found] == [greedy for _, greedy in expected]
     assert {greedy for _, greedy in expected} == {True, False}
@@ -59,11 +59,11 @@ def test_equal_beginnings_are_one_node() -> None:
 def test_context_and_continuation_are_encoded_as_one(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(saved(tmp_path / "m"))
     encoder = Encoder(tokenizer)
-    assert encoder.lead == [tokenizer.bos]  # the tokenizers that are trained here add BOS
+    assert encoder.lead == [tokenizer.bos]  # tokenizers trained by Puna add BOS
     request = encoder.pair("Question: what is 1", " and 2?")
     whole = [tokenizer.bos, *tokenizer.encode("Question: what is 1 and 2?")]
     assert [*request.context, *request.continuation] == whole and request.context[0] == tokenizer.bos
-    # A blank at the context's end is the continuation's; an empty context is BOS.
+    # A space at the context's end belongs to the continuation; an empty context is BOS.
     assert encoder.pair("Question: ", "what") == encoder.pair("Question:", " what")
     assert encoder.pair("", "what") == Request([tokenizer.bos], tokenizer.encode("what"))
     tokenizer.backend.post_processor = processors.Sequence([])
@@ -75,10 +75,10 @@ def test_windows_score_each_token_once_with_bos_scored(tmp_path: Path) -> None:
     encoder, text = Encoder(tokenizer), "grass stones cars cat dog fish"
     ids = [tokenizer.bos, *tokenizer.encode(text)]
     first, *others = encoder.document(text, 4)
-    assert first == Request([tokenizer.bos], ids[:4])  # BOS behind the prefix is scored, too
+    assert first == Request([tokenizer.bos], ids[:4])  # BOS after the prefix is scored, too
     assert [token for one in (first, *others) for token in one.continuation] == ids
     for one in others:
-        # As the harness has it, the last window's first token sees four tokens: input and scored tokens are five at most.
+        # As in the harness, the last window's first token sees four tokens: input and scored tokens are at most five.
         assert len(one.context) + len(one.continuation) == 5
         start = len(ids) if one is others[-1] else ids.index(one.continuation[0], 4) + len(one.continuation)
         assert start and one.context[-1] == ids[ids.index(one.continuation[0], 4) - 1]

@@ -1,4 +1,4 @@
-"""Prompts of an artifact as tasks: the answers and scores of the stage `evaluate`, question by question."""
+"""Prompts of an artifact as tasks: answers and scores equal those of the stage `evaluate`, question by question."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURNS = [{"role": "system", "content": "Be short."}, {"role": "user", "content":
 
 
 def prompts(store: Store, **change: Any) -> Artifact:
-    """Eight held-out prompts of two tasks, one of several turns, and one to train on."""
+    """Return eight held-out prompts of two tasks, one of them with several turns, and one training prompt."""
     verifier = json.dumps({"name": "regex", "pattern": "[a-m]"})
     rows = [
         {"id": f"{n}", "task": f"task {n % 2}", "split": "heldout" if n < 8 else "train", "tools": None, "reference": "r", "verifier": verifier,

@@ -1,4 +1,4 @@
-"""Task files: what is read, what is refused by name, and programs of strangers within bounds."""
+"""Task files: which are read, which are refused with a clear error, and limits for untrusted programs in them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_verifiers_are_filled_from_the_row(task: Callable[..., External]) -> Non
 @pytest.mark.parametrize(("template", "message"), [
     ("{{missing}}", "doc_to_text, row 1: 'missing' is undefined"),
     ("{{q.__class__.__mro__}}", "doc_to_text, row 1: access to attribute '__class__' of 'str' object is unsafe"),
-    ("{% for n in range(90000) %}{% for m in range(90000) %}{% endfor %}{% endfor %}", "are stopped: it takes more than 5 s of computing"),
+    ("{% for n in range(90000) %}{% for m in range(90000) %}{% endfor %}{% endfor %}", "are stopped: it takes more than 5 s of CPU time"),
     ("{{ 'x' * 10**12 }}", "are stopped"),
     ("{% if %}", "doc_to_text, row 1: Expected an expression"),
 ])  # fmt: skip

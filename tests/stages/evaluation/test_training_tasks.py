@@ -1,4 +1,4 @@
-"""Tasks asked during a training: their scores are those of `benchmark`, and the training is the same with and without them."""
+"""Tasks evaluated during training: their scores equal those of `benchmark`, and training is the same with and without them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_scores_of_a_pretraining_survive_a_crash_and_change_nothing(
     plain = execute(pretrain, config, given, store)
     whole = execute(pretrain, config, given | {"tasks": tasks}, store)
     assert whole.path("model.safetensors").read_bytes() == plain.path("model.safetensors").read_bytes()
-    # Every third step of each phase of five, and its last.
+    # Every third step of each phase of five steps, and its last step.
     assert list(scores(whole, "mine_acc")) == [3, 5, 8, 10] == list(scores(whole, "numbers_verified"))
     measured = execute(benchmark, BenchmarkConfig(), {"model": whole, "tasks": tasks}, store).manifest.metrics
     for name in ("mine_acc", "numbers_verified"):

@@ -1,4 +1,4 @@
-"""Corpora whose categories are learned apart, as artifacts."""
+"""Corpora whose categories share no words, as artifacts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = {
 
 
 def text(category: str, seed: int, count: int) -> str:
-    """Words of one category, each followed by one of two."""
+    """Return words of one category, each followed by one of two."""
     draw, words = random.Random(f"{category}{seed}"), WORDS[category]
     word, found = draw.choice(words), []
     for _ in range(count):
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def corpus(store: Store) -> Callable[..., dict[str, Artifact]]:
-    """documents, their split (nothing held out) and a tokenizer of (category, words) rows."""
+    """Return a function that makes documents, their split (nothing held out) and a tokenizer from (category, words) rows."""
 
     def make(rows: list[tuple[str, int]], into: Store | None = None) -> dict[str, Artifact]:
         n, home = len(rows), into or store

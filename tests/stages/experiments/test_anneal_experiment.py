@@ -1,4 +1,4 @@
-"""Annealing tells a data set that helps from one that does not."""
+"""Annealing distinguishes a data set that helps from one that does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = AnnealExperimentConfig(
 
 @pytest.fixture
 def given(store, corpus):
-    """A model of one category's text, and candidates of another."""
+    """Return a model of one category's text, and candidates of another category."""
     both = corpus([("high", 60)] * 40 + [("low", 60)] * 12)
     texts = both["documents"].read()
     old = store.import_table("documents", texts.slice(0, 40))
@@ -47,7 +47,7 @@ def given(store, corpus):
 def test_gains_are_paired_differences_over_both_controls(store, given) -> None:
     made = execute(anneal_experiment, SETTINGS, given, store)
     found = {(row["task"], row["metric"]): row for row in made.read().to_pylist()}
-    # Text like the candidates' is learned from them only.
+    # The model can learn text like the candidates' only from them.
     assert found["candidate", "gain"]["low"] > 0.2
     trials = made.read("trials").to_pylist()
     assert [t["name"] for t in trials] == ["default"] * 3 + ["candidate"] * 3 + ["candidate shuffled"] * 3
@@ -61,7 +61,8 @@ def test_gains_are_paired_differences_over_both_controls(store, given) -> None:
 
 
 def planted(own: float, shuffled: float, default: float, noise: float, shuffled_default: float = 0.0) -> dict:
-    """Losses of three pairs: 3 nats without the set, less these with it or its words shuffled; every second pair differs by `noise`."""
+    """Return the losses of three pairs: 3 nats without the set, reduced by these amounts with it or with its words shuffled; every second
+    pair differs by `noise`."""
     losses = {}
     for repeat in range(3):
         off = noise * (repeat % 2)
@@ -79,12 +80,12 @@ def planted(own: float, shuffled: float, default: float, noise: float, shuffled_
         (planted(0.019, -0.1, 0.0, 0.0), "its gain over the default mix may be as low as 0.019"),
         (planted(0.2, 0.19, 0.0, 0.0), "its gain over its own words shuffled may be as low as 0.010"),
         (planted(0.2, 0.05, -0.3, 0.0), "the loss on default text may rise by 0.300 more than with its words shuffled"),
-        # What fewer default tokens cost is no fault of the set.
+        # The cost of fewer default tokens is not charged to the set.
         (planted(0.2, 0.05, -0.3, 0.0, -0.25), ""),
     ],
 )
 def test_a_verdict_needs_both_controls_and_the_default_text(losses: dict, refusal: str) -> None:
-    """Three gains .2, .5 and .2 have the mean .3 and its standard error .1, of which Student's interval takes 4.30."""
+    """The three gains .2, .5 and .2 have mean .3 and standard error .1; Student's interval is 4.30 standard errors."""
     verdict = module._verdict(0, "books", 1.0, losses, SETTINGS)
     assert verdict.refusal.startswith(refusal) and bool(verdict.refusal) == bool(refusal)
     low = module._verdict(0, "books", 1.0, planted(0.2, 0.05, 0.0, 0.3), SETTINGS).gains["books"]
@@ -92,7 +93,8 @@ def test_a_verdict_needs_both_controls_and_the_default_text(losses: dict, refusa
 
 
 def test_copies_count_once(store, corpus, given) -> None:
-    """Twelve documents of two texts are too few to fill their share: refused by how often they would be read, without a run."""
+    """Twelve documents with two different texts are too few to fill their share: they are refused, because they would be read too often,
+    without a run."""
     texts = given["documents"].read()
     copied = texts.set_column(texts.schema.get_field_index("text"), "text", pa.array((texts["text"].to_pylist()[:2]) * 6))
     made = execute(anneal_experiment, SETTINGS.replace(max_repeats=2), {**given, "documents": store.import_table("documents", copied)}, store)
@@ -104,7 +106,8 @@ def test_copies_count_once(store, corpus, given) -> None:
 
 
 def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
-    """With a mixture its categories are the sets; an accepted one has the measured share beside its own, and all add up to 1."""
+    """With a mixture, its categories are the sets; an accepted set gets the measured share in addition to its own, and all shares add up to
+    1."""
     both = corpus([("high", 60)] * 40 + [("low", 60)] * 12)
     mixture = execute(mix, MixConfig(max_share=1.0), {"documents": both["documents"], "split": both["split"]}, store)
     tokens = execute(
@@ -132,7 +135,7 @@ def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
 
 @pytest.fixture
 def three(store, corpus, monkeypatch: pytest.MonkeyPatch):
-    """Default tokens of three categories, one of them of a single document; nothing is trained."""
+    """Return default tokens of three categories, one of them with a single document; nothing is trained."""
     monkeypatch.setattr(module, "train_proxy", lambda model, *_: Proxy(model, 1, 1.0, 1.0))
     both = corpus([("high", 60)] * 40 + [("low", 60)] * 12 + [("code", 60)])
     tokens = execute(tokenize, TokenizeConfig(sequence_length=32), {"documents": both["documents"], "tokenizer": both["tokenizer"]}, store)
@@ -194,7 +197,7 @@ def test_trials_are_not_repeated_after_a_crash(store, given, monkeypatch: pytest
 
 
 def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates that are among the default documents already: no loss may be of documents that were read."""
+    """The candidates are already among the default documents: losses are measured only on documents that no arm reads."""
     both = {**given, "documents": corpus([("high", 60)] * 40)["documents"]}
     original, read, measured = module.Reader, [], []
 
@@ -215,6 +218,6 @@ def test_what_is_held_out_on_one_side_is_not_read_on_the_other(store, given, cor
         owners.setdefault(tuple(packed.piece(index)), set()).add(packed.ids[owner])
     aside = set().union(*(owners[piece] for piece in measured[1]))
     assert aside and not any(aside & ids for ids in read)
-    # The default arm reads one source, the others two; the candidates' held-out documents are read on neither side.
+    # The default arm reads one source, the others two; no arm reads the candidates' held-out documents.
     default, own = read[0], read[4]
     assert len(default) < len(packed.ids) - len(aside) and default >= own and read[3] == default

@@ -1,4 +1,4 @@
-"""Gains and costs of a selection's rules, from runs with and without the documents that each drops."""
+"""Gains and costs of a selection's rules, from runs with and without the documents that each rule drops."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SETTINGS = FilterAblationConfig(
 
 @pytest.fixture
 def given(store, corpus):
-    """Documents of one kind, of which a rule drops some without a reason, others of another kind, and few of a third; one
-    rule drops a single document, which no run could read and measure on."""
+    """Return documents of one kind, some of which a rule drops without good reason, others of another kind, and a few of a third; another
+    rule drops a single document, too little for a run to read and be measured on."""
     made = corpus([("high", 60)] * 50 + [("high", 60)] * 20 + [("low", 60)] * 20 + [("code", 60)] * 3)
     rows = made["documents"].read()
     dropped = [
@@ -52,7 +52,7 @@ def test_a_rule_earns_what_the_documents_it_drops_would_cost(store, given) -> No
     for trial in made.read("trials").to_pylist():
         losses.setdefault(trial["name"].split()[0], []).append(trial["loss"])
         assert json.loads(trial["parameters"])["share"] == (1 if trial["name"].startswith("kept") else 0.5)
-    # Bits per byte are nats per token in another unit, the same for all runs.
+    # Bits per byte are nats per token in another unit, which is the same for all runs.
     unit = found["kept", "bits_per_byte"]["value"] / np.mean(losses["kept"])
     assert 0 < unit < 1 / math.log(2)
     pairs = np.array(losses["sound"]) - losses["kept"]

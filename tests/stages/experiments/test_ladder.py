@@ -1,4 +1,4 @@
-"""A ladder of small runs, the law through its points, and the size that it chooses."""
+"""A ladder of small runs, the scaling law through its points, and the model size that it chooses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_forecast_has_the_ladders_schedule(store, given, few_steps: None) -> N
     made = execute(ladder, SETTINGS.model_copy(update={"decay_share": 0.5, "questions": 0}), given, store)
     assert {row["decay_share"] for row in made.read("points").to_pylist()} == {0.5}
     run = SimpleNamespace(stage="choose_size")
-    # Points of an earlier version, without the share, have it from the ladder's settings; those of an earlier law say nothing.
+    # Points of an earlier version lack the share and get it from the ladder's settings; points of an earlier law are ignored.
     table = made.read("points").drop_columns("decay_share")
     old = SimpleNamespace(id="old", tables=("points",), manifest=made.manifest, read=lambda name: table)
     assert {row["decay_share"] for row in read_points([old], LawConfig(), run)} == {0.5}  # type: ignore[list-item, arg-type]
@@ -82,16 +82,16 @@ def test_a_run_that_is_done_is_not_repeated(store, given, few_steps: None, monke
     with pytest.raises(KeyboardInterrupt):
         execute(ladder, SETTINGS, given, store)
     interrupted = execute(ladder, SETTINGS, given, store)
-    # Three shapes of two stems and two decays. The seventh call was cut off; the two stems of its shape are taken up from their checkpoints.
+    # Three shapes with two trunks and two decays. The seventh call was interrupted; the two trunks of its shape resume from checkpoints.
     assert len(calls) == 12 + 1 + 1
     monkeypatch.setattr(module, "train_proxy", original)
     whole = execute(ladder, SETTINGS, given, Store.open(store.root.parent / "other"))
-    # The points count in the digest, and hold nothing that was measured of the machine.
+    # The points are part of the digest, and contain no measurement of the machine.
     assert interrupted.data_digest == whole.data_digest and table_schema("points").identity
 
 
 def test_a_decay_is_what_a_run_of_its_own_would_be(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first point of a trunk is the same with or without later ones, and in this process, as on a GPU."""
+    """The first point of a trunk is the same with or without later points, and in this process, as on a GPU."""
     both = execute(ladder, SETTINGS, given, store).read("points").to_pylist()
     original = module.run_trials
     monkeypatch.setattr(module, "run_trials", lambda *arguments, **how: original(*arguments, **{**how, "here": True}))
@@ -123,7 +123,7 @@ def test_budgets_that_are_too_small_are_refused_before_any_run(store, given, mon
 
 
 def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses with a known best: rate .02 at the small scale and .05 at the large one, two rows at both."""
+    """Losses with a known optimum: rate .02 at the small scale and .05 at the large one, two rows at both."""
     best, tried = {8: 0.02, 12: 0.05}, set[tuple[int, ...]]()
 
     def trials(run: Any, make: Any, jobs: Any, *shared: Any, here: bool) -> Any:
@@ -142,14 +142,14 @@ def test_rows_and_rate_are_tuned_at_two_scales(store, given, few_steps: None, mo
     monkeypatch.setattr(module, "run_trials", trials)
     config = SETTINGS.model_copy(update={"rows": (1, 2), "rates": (0.01, 0.03, 0.1), "multiples": (1.0, 3.0, 9.0, 27.0)})
     points = execute(ladder, config, given, store).read("points").to_pylist()
-    # The middle multiple is 3: 1.5 tokens a parameter. Within 1.5e8 operations the second scale reaches 1 alone.
+    # The middle multiple is 3: 1.5 tokens per parameter. Within 1.5e8 FLOPs only multiple 1 fits at the second scale.
     small = points[0]["parameters"]
     assert tried == {(1, round(1.5 * small / 64)), (2, round(1.5 * small / 128))}
     tried.clear()
     execute(ladder, config.model_copy(update={"max_flops": 1.5e8}), given, store)
     assert tried == {(1, round(0.5 * small / 64)), (2, round(0.5 * small / 128))}
     assert [point["rows"] for point in points] == [2, 2, 2]
-    # A parabola in the logarithm finds a best rate between those tried; a third shape lies on the power law through the two.
+    # A parabola in the logarithm finds the best rate between those tried; a third shape lies on the power law through the two.
     assert points[0]["learning_rate"] == pytest.approx(0.02) and points[1]["learning_rate"] == pytest.approx(0.05)
     sizes = np.log([point["parameters"] for point in points])
     slope = np.log(2.5) / (sizes[1] - sizes[0])
@@ -192,7 +192,7 @@ def test_shapes_are_resized_in_proportion() -> None:
 
 
 def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = None) -> Artifact:
-    """Return a ladder whose points lie on a known surface. With `above`, a second text set, poems, has losses higher by so much."""
+    """Return a ladder whose points lie on a known surface. With `above`, a second text set, poems, has losses higher by this much."""
     rows = []
     for width in (32, 40, 48, 56, 64):
         shape = resize(largest, width).complete(1024, 256)
@@ -218,10 +218,10 @@ def test_law_and_size_of_planted_points(store) -> None:
     assert found["surface", "floor"] == pytest.approx(1.7, abs=0.05) and found["accuracy", "slope"] == pytest.approx(3.0, rel=0.05)
     metrics = surface.manifest.metrics
     assert metrics["backtest_error"] < 0.01 and set(surface.manifest.figures) == {"law", "parabolas", "sizes", "accuracy"}
-    # The best parameters grow as C^(b / (a + b)).
+    # The optimal number of parameters grows as C^(b / (a + b)).
     assert metrics["parameters_exponent"] == pytest.approx(0.3 / 0.65, abs=0.1)
     for budget, parameters in surface.manifest.figures["sizes"]["series"]["law"]:
-        # The minimum of 20 / N^.35 + 30 / D^.3 on 6 N D = C; a token's operations are a little over 6 N.
+        # The minimum of 20 / N^.35 + 30 / D^.3 with 6 N D = C; the FLOPs per token are slightly more than 6 N.
         assert parameters == pytest.approx((0.35 * 20 / (0.3 * 30)) ** (1 / 0.65) * (budget / 6) ** (0.3 / 0.65), rel=0.15)
     flops = 1e14
     chosen = execute(choose_size, ChooseSizeConfig(flops=flops, draws=100), {"law": surface}, store)
@@ -237,7 +237,7 @@ def test_law_and_size_of_planted_points(store) -> None:
     size = ChosenSize.read(chosen)
     assert size.phase.schedule.learning_rate == pytest.approx(0.04 * (n / 1e5) ** -0.5, rel=0.01) and size.optimizer == OPTIMIZER
     assert size.phase.schedule.anneal_steps == 0.1 and size.phase.schedule.shape == "constant"
-    # A given size is forecast as it is; hours of a GPU are a budget, too.
+    # A given size is forecast unchanged; GPU hours are accepted as a budget, too.
     same = execute(choose_size, ChooseSizeConfig(model=SHAPE, tokens=10**7, draws=100), {"law": surface}, store).manifest.metrics
     assert same["parameters"] == accounting.matrix_parameters(SHAPE.complete(1024, 256)) and same["tokens"] == 1e7
     hours = [ChooseSizeConfig(hours=h, gpu="H100", draws=100) for h in (0.001, 0.002)]
@@ -246,7 +246,7 @@ def test_law_and_size_of_planted_points(store) -> None:
 
 
 def test_a_law_of_experts_counts_those_that_a_token_meets(store) -> None:
-    """8 experts of which 2 are asked: matrices of 2, a router, and an output layer; the chosen model has 8 of them, resized."""
+    """2 of 8 experts are active: the matrices of 2, a router, and an output layer count; the chosen model has 8 resized experts."""
     mixed = SHAPE.replace(moe={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64})
     surface = execute(law, LawConfig(draws=100), {"ladders": [planted(store, mixed)]}, store)
     row = max(surface.read("points").to_pylist(), key=lambda row: row["parameters"])
@@ -289,14 +289,14 @@ def test_wrong_budgets_are_refused(store) -> None:
 
 
 def test_a_forecast_is_of_one_text_set(store) -> None:
-    """Two sets' losses in one ladder are two laws: the forecast of either is as narrow as that of a ladder with this set alone."""
+    """The losses of two text sets in one ladder follow two laws: each forecast is as narrow as from a ladder with only this set."""
     both, budget = planted(store, above=1.0), {"flops": 1e14, "draws": 100}
     alone = execute(choose_size, ChooseSizeConfig(**budget), {"law": planted(store)}, store)
     same, poems = (execute(choose_size, ChooseSizeConfig(**budget, heldout=name), {"law": both}, store) for name in ("validation", "poems"))
     columns = ("predicted_loss", "predicted_loss_low", "predicted_loss_high")
     assert [same.manifest.metrics[name] for name in columns] == [alone.manifest.metrics[name] for name in columns]
     assert poems.manifest.metrics["predicted_loss"] == pytest.approx(same.manifest.metrics["predicted_loss"] + 1, abs=0.03)
-    # An outcome is a loss on as many validation tokens; no outcome is of the poems.
+    # An outcome is a loss on the same number of validation tokens; no outcome is on the poems.
     stored = [{row["metric"]: row["value"] for row in made.read().to_pylist()}["validation_tokens"] for made in (same, poems)]
     assert stored == [500, 0] and poems.manifest.config["heldout"] == "poems"
     surface = execute(law, LawConfig(draws=100, heldout="poems"), {"ladders": [both]}, store)
@@ -308,7 +308,7 @@ def test_a_forecast_is_of_one_text_set(store) -> None:
 
 
 def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: None) -> None:
-    """From the command line: a forecast is kept, and a pretraining of its size on the ladder's tokens is its outcome."""
+    """From the command line: a forecast is stored, and a pretraining run of its size on the ladder's tokens is its outcome."""
     rungs = execute(ladder, SETTINGS, given, store)
     points = rungs.read("points").to_pylist()
     shapes = [ModelConfig.model_validate_json(point["shape"]) for point in points]
@@ -336,19 +336,19 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     config = PretrainConfig(**recipe, validation_share=0.05)
     assert config.phases[0].until == round(forecast["tokens"]) and config.phases[0].schedule.learning_rate == 0.02
     assert accounting.matrix_parameters(config.model.complete(shapes[0].vocab_size, 64)) == forecast["parameters"]
-    # The ladder's variations are the run's, also those at which pretrain's own model differs from a plain one.
+    # The run has the ladder's settings, even those in which pretrain's default model differs from a plain one.
     assert config.model.tie_word_embeddings == MODEL.tie_word_embeddings and SHAPE.tie_word_embeddings != MODEL.tie_word_embeddings
     made = execute(pretrain, config, given, store)
     (after,) = outcomes()
     loss = made.manifest.metrics["validation_loss"]
     assert (after["model"], after["measured"]) == (made.key, loss) and after["inside"] == (after["low"] <= loss <= after["high"])
-    # As an input it is the same training; what a later phase does to the loss is not what was forecast.
+    # Used as an input it is the same training run; the loss after a later phase is not the forecast one.
     further = PretrainConfig(phases=(Phase(), Phase(name="more", steps=3 * config.phases[0].with_steps(64).steps)), validation_share=0.05)
     longer = execute(pretrain, further, {**given, "size": size}, store).manifest.metrics
     assert longer["measured_loss"] == loss != longer["validation_loss"] and longer["predicted_loss"] == after["predicted"]
     assert [row["measured"] for row in outcomes()] == [loss, loss]
     assert forecasts_view(SimpleNamespace(store=store)).count(f"{loss:.3f}, {'in' if after['inside'] else 'out'}side") == 2  # type: ignore[arg-type]
-    # Other documents held out: the loss is no outcome, and the run and the views say so.
+    # With other documents held out, the loss is no outcome, and the run and the views say so.
     fewer = execute(pretrain, PretrainConfig(validation_share=0.05, validation_tokens=100), {**given, "size": size}, store)
     numbers = fewer.manifest.metrics
     assert not {"measured_loss", "predicted_loss"} & set(numbers) and numbers["validation_tokens"] < longer["validation_tokens"]

@@ -1,4 +1,4 @@
-"""The mixture experiment: pools, shares, its results recomputed, and a case whose answer is known."""
+"""The mixture experiment: pools, shares, its results recomputed, and a case with a known answer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
     inside = others[(others.min(1) >= 0.05) & (others.max(1) <= 0.7)]
     assert value(best) <= min(map(value, inside)) + 1e-4
     found = results(made)
-    # The recommended shares are used where their gain over the three seeds exceeds Student's interval, 4.303 standard errors.
+    # The recommended shares are used if their gain over the three seeds exceeds Student's interval, 4.303 standard errors.
     gains = [trials[0]["loss"] - trials[-1]["loss"], *(a["loss"] - b["loss"] for a, b in zip(repeated[::2], repeated[1::2], strict=True))]
     low = np.mean(gains) - 4.302653 * np.std(gains, ddof=1) / np.sqrt(3)
     assert found["target", "gain"] == pytest.approx(np.mean(gains)) and len(set(gains)) == 3
@@ -71,10 +71,10 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
     assert found["target", "loss"] == pytest.approx(losses[-1].mean()) == made.manifest.metrics["optimum_loss"]
     assert found["target", "natural_loss"] == pytest.approx(losses[0].mean())
     assert found["high", "left_out_error"] == pytest.approx(np.abs(fitted[1].left_out).mean())
-    # Half the words of the corpus are of the first category, or nearly.
+    # About half of the corpus's words are of the first category.
     sizes = {c: sum(len(text(c, i, n)) for i, (own, n) in enumerate(ROWS) if own == c) for c in names}
     assert [found[n, "natural_weight"] for n in names] == pytest.approx([sizes[n] / sum(sizes.values()) for n in names])
-    # A category is learned better the more of it is read: the design's corners show it.
+    # The loss of a category falls with its share: the design's corners show it.
     for i in range(3):
         most, least = shares[:-1, i].argmax(), shares[:-1, i].argmin()
         assert losses[most, i] < losses[least, i]
@@ -82,7 +82,8 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
 
 
 def test_each_repeat_reads_the_rows_in_its_own_order(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interval over the seeds holds the noise of the order; the two mixtures of a pair read each category's rows in one order."""
+    """The interval over the seeds includes the noise of the order; the two mixtures of a pair read each category's rows in the same
+    order."""
     original, made = Pools.mix, list[Mixed]()
     monkeypatch.setattr(Pools, "mix", lambda self, *arguments: made.append(original(self, *arguments)) or made[-1])
     execute(mix_experiment, SETTINGS, corpus(ROWS), store)
@@ -157,7 +158,7 @@ def test_shares_are_met_at_every_moment(tmp_path: Path) -> None:
             order[group].append(start)
             total = sum(seen.values())
             assert all(abs(seen[g] - shares[g] * total) < 1 for g in range(3))
-    # The k-th row of a group is its k-th row whatever the shares.
+    # The k-th row read from a group is its k-th row, whatever the shares.
     assert all(rows == list(range(1, len(rows) + 1)) for rows in order.values())
     assert mixed._spans(7) == Mixed(mixed.readers, shares, 4)._spans(7)
 
@@ -197,7 +198,7 @@ def test_held_out_pages_are_not_read(store, corpus, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_held_out_split_is_left_alone(store, corpus) -> None:
-    """With its held-out documents gone altogether, an experiment comes out the same."""
+    """Without its held-out documents, an experiment gives the same result."""
     import pyarrow as pa
 
     given = corpus(ROWS)
@@ -245,7 +246,7 @@ def test_target_weights() -> None:
 
 
 def test_bounds_that_leave_no_mixture_are_refused_before_the_trials(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four categories could share the text at 0.4 each; the documents are of two."""
+    """Four categories could share the text at 0.4 each; the documents have only two."""
     monkeypatch.setattr(module, "_run_mixtures", lambda *_: pytest.fail("a trial was run"))
     given = corpus([("high", 30)] * 6 + [("low", 30)] * 6)
     with pytest.raises(PunaError, match=r"has 2 categories, whose shares of at most max_share=0.4 do not add up to 1; raise max_share to 0.5 at least"):

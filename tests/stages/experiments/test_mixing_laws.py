@@ -1,4 +1,4 @@
-"""Laws of the mixture against those they were drawn from, other optimisers and brute force."""
+"""Mixing laws fitted to data from known laws, compared with these laws, other optimisers and brute force."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_mixing_law_is_recovered() -> None:
     law = mixing_laws.fit_mixing_law(shares, truth(shares))
     fresh = generator.dirichlet(np.ones(3), 50)
     assert np.abs(law(fresh) - truth(fresh)).max() < 2e-3
-    # The law that the losses follow gets all the weight against the process.
+    # The law that the losses follow gets all the weight, the Gaussian process none.
     both = mixing_laws.fit_surrogate(shares, truth(shares))
     assert both.share < 0.01 and np.abs(both.left_out).max() < 2e-3
 
@@ -34,7 +34,7 @@ def test_mixing_law_of_a_loss_that_the_mixture_does_not_change() -> None:
 
 
 def test_left_out_error_shows_what_the_fit_hides() -> None:
-    """A loss of pure noise is fitted closely by many numbers, and left-out points say so."""
+    """With many parameters, a fit follows even a loss of pure noise; the error on left-out points reveals it."""
     generator = np.random.default_rng(5)
     shares = generator.dirichlet(np.ones(4), 7)
     loss = 2.0 + generator.normal(0, 0.1, 7)
@@ -46,7 +46,7 @@ def test_left_out_error_shows_what_the_fit_hides() -> None:
 @given(seed=st.integers(0, 10_000), bounded=st.booleans())
 @example(seed=1185, bounded=False)  # the best mixture lacks a category
 def test_best_mixture_is_the_minimum(seed: int, bounded: bool) -> None:
-    """Against scipy's constrained optimiser, from the same convex objective."""
+    """Compared with scipy's constrained optimiser on the same convex objective."""
     generator = np.random.default_rng(seed)
     m = 4
     fitted = [mixing_laws.MixingLaw(1.0, generator.normal(0, 1, m) - 2.0 * np.eye(m)[i]) for i in range(m)]
@@ -68,7 +68,7 @@ def test_best_mixture_is_the_minimum(seed: int, bounded: bool) -> None:
 
 
 def test_process_sees_what_the_law_cannot() -> None:
-    """A loss with its minimum inside the simplex is no sum of a floor and an exponential."""
+    """A loss with its minimum inside the simplex is not a sum of a constant and an exponential."""
     generator = np.random.default_rng(0)
     shares = generator.dirichlet(np.ones(3), 30)
 
@@ -84,7 +84,7 @@ def test_process_sees_what_the_law_cannot() -> None:
 
 
 def test_process_is_that_of_a_plain_solve() -> None:
-    """The mean of the posterior by its textbook formula, at the fitted length and some noise of the grid."""
+    """The posterior mean by its textbook formula, at the fitted length scale and some noise of the grid."""
     generator = np.random.default_rng(4)
     shares = generator.dirichlet(np.ones(3), 10)
     loss = 2.0 + shares[:, 0] + generator.normal(0, 0.05, 10)

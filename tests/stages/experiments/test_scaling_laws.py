@@ -1,4 +1,4 @@
-"""Laws of the loss against those they were drawn from, and other optimisers."""
+"""Scaling laws fitted to data from known laws, compared with these laws and with other optimisers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_surface_is_recovered() -> None:
 
 
 def kaplan(n: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """Return equation 1.5 of Kaplan et al. 2020 with an exponent of tokens of .1: its joint is that exponent, and its floor is 0."""
+    """Return equation 1.5 of Kaplan et al. 2020 with a token exponent of .1: its joint exponent is the same, its irreducible loss 0."""
     return np.asarray(((8.8e13 / n) ** (0.076 / 0.1) + 5.4e13 / d) ** 0.1)
 
 
@@ -46,7 +46,7 @@ def test_the_law_of_the_scarcer_is_told_from_the_law_of_both() -> None:
 
 @pytest.mark.parametrize("joint", [1.0, 0.1])
 def test_surface_fits_no_worse_than_scipy(joint: float) -> None:
-    """The same sum of Huber's losses, from the truth on."""
+    """The same sum of Huber losses, started from the true parameters."""
     clean = CHINCHILLA(SIZES, TOKENS)[0] if joint == 1 else kaplan(SIZES, TOKENS)
     losses = clean * np.exp(np.random.default_rng(3).normal(0, 0.004, len(SIZES)))
 
@@ -72,7 +72,7 @@ def test_forecast_holds_every_interval_of_its_union() -> None:
     _, inner, outer = fit.statistical(n, d)
     assert fit.dropped is not None and low <= inner <= value <= outer <= high
     assert low <= float(fit.dropped([n], [d])[0, 0]) <= high
-    # The highest budget is forecast from those below it, and its error grows with the logarithm of the distance.
+    # The highest budget is forecast from the lower ones, and the error grows with the logarithm of the distance.
     test = fit.backtests[-1]
     assert test.below < test.flops <= fit.points.flops.max()
     distance = np.log(6 * n * d / fit.points.flops.max()) / np.log(test.flops / test.below)
@@ -83,27 +83,28 @@ def test_forecast_holds_every_interval_of_its_union() -> None:
 
 
 def test_the_noise_of_seeds_is_that_of_whole_trunks() -> None:
-    """Two shapes, one of two seeds apart by .02 in the logarithm and one of three: variances .02^2 / 2 and .02^2 are pooled, 1 and 2 free."""
+    """Two shapes, one with two seeds that differ by .02 in the logarithm and one with three: the variances .02^2 / 2 and .02^2 are pooled
+    with 1 and 2 degrees of freedom."""
     n, d = np.repeat([1e8, 1e8, 2e8, 2e8, 2e8], 2), np.tile([1e9, 2e9], 5)
-    d[9] = 8e9  # the last seed shares one point with the others
+    d[9] = 8e9  # the last seed has only one point in common with the others
     seeds, shift = np.repeat([0, 1, 0, 2, 3], 2), np.repeat([0.01, -0.01, 0.02, -0.02, 0], 2)
     own = Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0] * np.exp(shift), seeds)
     assert len(set(own.trunks.tolist())) == 5 and (own.trunks[::2] == own.trunks[1::2]).all()
     expected = np.sqrt((0.02**2 / 2 + 2 * 0.02**2) / 3) * student(3) / 1.959964
     assert own.seed_noise() == pytest.approx(expected, rel=1e-6)
     assert own[seeds == 0].seed_noise() == Points(n, d, 6 * n * d, own.loss).seed_noise() == 0
-    # A law whose points lie on it has no residuals: its interval is the noise of the seeds alone, that of one more run among it.
+    # A law through all its points has no residuals: its interval comes only from the noise of seeds, including that of one more run.
     exact = Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0], seeds)
     noisy, still = (scaling_laws.forecaster(some, 200, np.random.default_rng(0)).statistical(4e8, 4e9) for some in (own, exact))
     assert still[2] / still[1] - 1 < 1e-3 < 2 * expected < np.log(noisy[2] / noisy[1])
 
 
 def test_further_seeds_are_no_further_points() -> None:
-    """Two shapes of three points have three seeds each; a third shape gives a surface its third direction."""
+    """Two shapes with three points have three seeds each; a third shape determines the surface's third direction."""
     n, d = np.repeat([1e8, 2e8], 9), np.repeat([1e9, 2e9, 4e9, 2e9, 4e9, 8e9], 3) * np.tile([0.999, 1, 1.001], 6)
     two = Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0], np.tile([0, 1, 2], 6))
     assert not two.enough and Points(SIZES[:9], TOKENS[:9], 6 * SIZES[:9] * TOKENS[:9], TOKENS[:9]).enough
-    # One budget more, of a third shape: nothing known is forecast from two shapes.
+    # One more budget, with a third shape: two shapes alone forecast nothing.
     n, d = np.append(n, 4e8), np.append(d, 1e11)
     fit = scaling_laws.forecaster(Points(n, d, 6 * n * d, CHINCHILLA(n, d)[0], np.append(two.seeds, 0)), 100, np.random.default_rng(0))
     assert fit.backtests == ()

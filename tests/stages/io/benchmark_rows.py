@@ -1,4 +1,4 @@
-"""Made-up rows in the layouts of known benchmarks: right and wrong answers, and columns that no field takes."""
+"""Generated rows in the layouts of known benchmarks, with right and wrong answers and columns that no field takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IFEVAL = {"key": 7, "prompt": "Name a fruit. Use no comma.", "instruction_id_lis
 FOUR = ["red", "blue", "green", "black"]
 
 BENCHMARKS: dict[str, tuple[str, dict[str, Any], str, list[str], list[str], set[str]]] = {
-    # name: layout, row, verifier, right answers, wrong answers, columns that are named as not taken
+    # name: layout, row, verifier, right answers, wrong answers, columns reported as not taken
     "GSM8K": ("gsm8k", {"question": "2 times 600?", "answer": "It is 2*600=<<2*600=1200>>1200.\n#### 1,200"}, "numeric",
               ["The answer is 1200.", "#### 1,200"], ["2", "The answer is 1201"], set()),
     "MATH number": ("math", {"problem": "Half of 3?", "level": "Level 1", "type": "Algebra", "solution": "So \\boxed{\\frac{3}{2}}."}, "numeric",

@@ -1,4 +1,4 @@
-"""Rows of every layout with what must come of them, files of every format, and rows that must be refused."""
+"""Rows of every layout with their expected import, files of every format, and rows that must be refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def made(tmp_path: Path, kind: str, file: Path, **config: Any) -> Artifact:
 
 
 def written(folder: Path, rows: list[dict[str, Any]], format: str) -> Path:
-    """Rows as a file of a format; a cell of CSV holds structures as JSON."""
+    """Write rows as a file of a format, with JSON for nested values in CSV cells; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if format == "jsonl.gz":
@@ -191,12 +191,12 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 def line(row: Any) -> bytes:
-    """A row as a line of a file."""
+    """Return a row as a line of a file."""
     return row if isinstance(row, bytes) else json.dumps(row).encode()
 
 
 def misread(artifact: Artifact, expected: dict[str, Any]) -> list[str]:
-    """The columns of the only row that do not hold what is expected; those of which nothing is expected are null."""
+    """Return the columns of the only row that differ from `expected`; columns without an expected value must be null."""
     (found,) = artifact.read().to_pylist()
     wrong = []
     for name, value in expected.items():
@@ -208,7 +208,7 @@ def misread(artifact: Artifact, expected: dict[str, Any]) -> list[str]:
 
 
 def named_fault(detail: str) -> tuple[str, int, str, str]:
-    """File, row, field and reason of a row of `dropped`."""
+    """Return file, row, field and reason of a row of `dropped`."""
     where, _, rest = detail.partition(", row ")
     number, _, said = rest.partition(": ")
     number, _, field = number.partition(", field ")

@@ -1,4 +1,4 @@
-"""Export of tables: other tools load the files, the imports read them back, and nothing half-written stays."""
+"""Export of tables: other tools load the files, the imports read them back, and no partial file remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The import stages: every layout in every format, faults named with file, row, field and reason, ambiguous data refused."""
+"""The import stages: every layout in every format, faults reported with file, row, field and reason, ambiguous data refused."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_every_layout_is_read_from_every_format(tmp_path: Path, layout: str) -> 
             digests.add(json.dumps(artifact.read().to_pylist()))
         (example,) = artifact.read("examples").to_pylist()
         assert json.loads(example["detail"])["why"] and example["kind"] == "layout"
-    assert len(digests) <= 1  # the same rows, the same ids, whatever file they came in
+    assert len(digests) <= 1  # the same rows have the same ids, whatever their file format
 
 
 def test_the_subset_of_a_reward_benchmarks_pair_is_its_task(tmp_path: Path) -> None:
-    """RewardBench's columns (Lambert et al. 2024); a column `task` comes first."""
+    """RewardBench's columns (Lambert et al. 2024); a column `task` takes precedence."""
     row = {"prompt": "How?", "chosen": "So.", "chosen_model": "a", "rejected": "No.", "rejected_model": "b", "subset": "alpacaeval-easy", "id": 1}
     artifact = made(tmp_path, "preferences", written(tmp_path / "pairs", [row, {**row, "prompt": "Why?", "subset": "donotanswer"}], "jsonl"))
     assert sorted(artifact.read()["task"].to_pylist()) == ["alpacaeval-easy", "donotanswer"]
@@ -51,7 +51,7 @@ def test_the_subset_of_a_reward_benchmarks_pair_is_its_task(tmp_path: Path) -> N
 
 
 def test_files_of_a_test_split_are_held_out(tmp_path: Path) -> None:
-    """A saved DatasetDict, and a folder in the hub's layout with what lies beside its rows."""
+    """A saved DatasetDict, and a folder in the hub's layout with other files beside its rows."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -118,7 +118,7 @@ def test_an_import_of_another_file_is_no_change_of_the_one_before(tmp_path: Path
     before = Console()
     with before._terminal.capture() as shown:
         before.say("input inputs:one: new")
-    assert shown.get() == "input inputs:one: new\n"  # not a picture of the digit
+    assert shown.get() == "input inputs:one: new\n"  # not an image of the digit
 
 
 @pytest.mark.parametrize("name, best", [("reranker_score", "right"), ("scores", "right"), ("answer_rank", "wrong"), ("answerRanks", "wrong")])
@@ -233,7 +233,7 @@ def test_a_column_with_a_meaning_is_refused_in_the_first_rows_and_dropped_later(
 
 
 def test_a_picture_without_content_is_no_picture(tmp_path: Path) -> None:
-    """Parquet fills a structure that a row lacks with nulls."""
+    """Parquet fills a missing structure with nulls."""
     rows = [{"prompt": "a", "completion": "b", "image": {"bytes": None, "path": None}}, {"prompt": "a", "completion": "c", "image": None}]
     table = pa.Table.from_pylist(rows, pa.schema({"prompt": pa.string(), "completion": pa.string(), "image": pa.struct({"bytes": pa.string(), "path": pa.string()})}))
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -262,7 +262,7 @@ def test_wrong_rows_are_named_with_file_row_field_and_reason(tmp_path: Path, kin
     wanted[len(lines)] = ("duplicate", "id", "is there already")
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join(lines) + b"\n")
-    if kind == "preferences":  # HH dialogues and plain pairs do not stand in one file
+    if kind == "preferences":  # HH dialogues and plain pairs do not occur in one file
         wanted = {n: w for n, w in wanted.items() if b"Human" not in lines[n - 1]}
         lines = [line if n in wanted or n == 1 else b"" for n, line in enumerate(lines, 1)]
         file.write_bytes(b"\n".join(lines) + b"\n")
@@ -302,7 +302,7 @@ def test_a_broken_array_is_named_and_read_on_at_the_next_line(tmp_path: Path) ->
 
 
 def test_arrays_are_read_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An oracle: the json module on the whole text."""
+    """The oracle is the json module on the whole text."""
     from puna.stages.reading import rows as module
 
     draw = random.Random(1)
@@ -318,7 +318,7 @@ def test_arrays_are_read_whatever_the_size_of_a_piece(tmp_path: Path, monkeypatc
 
 
 def test_an_array_of_any_length_is_read_in_a_few_megabytes() -> None:
-    """The array is made while it is read; the row that is too long is never held whole."""
+    """The array is generated while it is read; a row that is too long is never in memory as a whole."""
     size = 5_000
 
     class Endless(io.RawIOBase):
@@ -352,7 +352,7 @@ def test_a_packed_file_that_ends_inside_a_long_row_is_told_with_its_row() -> Non
 
 
 def test_a_row_of_parquet_is_bounded_as_one_of_json() -> None:
-    """A file of 16 KB may hold a text of 500 MB, and a dictionary is no row's own."""
+    """A file of 16 KB may contain a text of 500 MB; a shared dictionary does not count as part of a row."""
     words = pa.array(["a" * 3000, "b" * 200_000, "c"])
     table = pa.table({"prompt": words, "kind": pa.DictionaryArray.from_arrays(pa.array([0, 0, 1]), pa.array(["d" * 2000, "e"]))})
     file = io.BytesIO()
@@ -363,7 +363,7 @@ def test_a_row_of_parquet_is_bounded_as_one_of_json() -> None:
 
 
 def test_names_that_occur_twice_are_refused(tmp_path: Path) -> None:
-    """A row holds one value of a name: which of two columns it would be, nobody said."""
+    """A row has one value per name, and it is unknown which of two columns is meant."""
     twice = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], ["prompt", "completion", "prompt"])
     inside = pa.table({"prompt": ["a"], "completion": ["b"], "info": pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["same", "same"])})
     for name, table, said in (("twice", twice, "'prompt'"), ("inside", inside, "'same'")):

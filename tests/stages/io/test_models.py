@@ -1,4 +1,4 @@
-"""Models in and out: what is imported runs through the stages, and what is exported answers in transformers."""
+"""Import and export of models: imported models run through the stages, and exported models answer in transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILIES = {"qwen2_5": {"model_type": "qwen2", "qkv_bias": True, "tie_word_embed
 
 
 def checkpoint(name: str, folder: Path, **changes: object) -> Tokenizer:
-    """A random model in Hugging Face's layout."""
+    """Write a random model in Hugging Face's layout; return its tokenizer."""
     if name not in families():
         pytest.skip("the template comes with TRL, which is not installed")
     tokenizer = made(name)
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_transformers_comes_in_and_goes_out(name: str, dtype: to
 
 
 def test_four_bits_go_out_by_a_text_and_come_in(tmp_path: Path, store: Store):
-    """By the command; what cannot be is told without a file left behind."""
+    """By the command line; impossible conversions are refused without leaving a file."""
     tokenizer = made("qwen2_5")
     config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
     save(Transformer(config, generator=torch.Generator().manual_seed(0)), tmp_path / "own", tokenizer)
@@ -197,12 +197,12 @@ PAIRS = [("What is 3 + 4?", "It is 7.", "I don't know"), ("Where is Lima?", "In 
 
 
 class PairsConfig(SeededConfig):
-    """Nothing to set."""
+    """A configuration without fields of its own."""
 
 
 @stage(kind="preferences", version="1")
 def pairs(config: PairsConfig, run: StageRun) -> None:
-    """Three questions, each with a better and a worse answer, in both splits."""
+    """Write three questions, each with a better and a worse answer, in both splits."""
     rows = []
     for number, (asked, better, worse) in enumerate(PAIRS * 2):
         rows.append(
@@ -215,7 +215,7 @@ def pairs(config: PairsConfig, run: StageRun) -> None:
 
 
 def journey(model: Artifact, tmp_path: Path, store: Store) -> None:
-    """Reward model, DPO with adapters, export; transformers answers as the exported policy does here."""
+    """Run reward model, DPO with adapters, and export; transformers then answers as the exported policy does in Puna."""
     transformers = pytest.importorskip("transformers")
     preferred = execute(pairs, PairsConfig(), {}, store)
     training = {"batch_size": 2, "epochs": 1.0}

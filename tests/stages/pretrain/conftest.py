@@ -19,7 +19,7 @@ WORDS += ["salt", "lake", "bird"]
 
 
 def sentences(seed: int, count: int) -> str:
-    """Text with something to learn: each word is followed by one of two."""
+    """Return text with something to learn: each word is followed by one of two."""
     draw = random.Random(seed)
     word, found = draw.choice(WORDS), []
     for _ in range(count):
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def documents(store: Store) -> Callable[..., Artifact]:
-    """An artifact of documents with these texts; ids are their numbers."""
+    """Return a function that makes documents with the given texts; ids are their numbers."""
 
     def make(texts: list[str], into: Store | None = None) -> Artifact:
         n = len(texts)
@@ -50,7 +50,7 @@ def documents(store: Store) -> Callable[..., Artifact]:
 
 @pytest.fixture
 def mixture(store: Store) -> Callable[..., Artifact]:
-    """A mixture from rows (document number, category, split, repeats)."""
+    """Return a function that makes a mixture from rows (document number, category, split, repeats)."""
 
     def make(rows: list[tuple[int, str, str, int]], into: Store | None = None) -> Artifact:
         return (into or store).import_table("mixture", pa.table({

@@ -1,4 +1,4 @@
-"""Windows, packing and compressors against token-by-token scoring and known sizes."""
+"""Windows, packing and compressors, compared with token-by-token scoring and known sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_token_but_the_first_is_scored_once(length: int, context: int) -> 
     for window in bits_per_byte.windows(length, context):
         assert 0 <= window.start < window.first < window.stop <= length
         assert window.stop - window.start <= context
-        # Enough of its own document before it: half a context, or all there is.
+        # Enough of its own document precedes it: half a context, or everything there is.
         assert window.first - window.start >= min(context // 2, window.first)
         scored += range(window.first, window.stop)
     assert scored == list(range(1, length))

@@ -1,4 +1,4 @@
-"""Documents against their mixture, and samples by hash, in constant memory."""
+"""Joins of documents with their mixture, and samples by hash, in constant memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluation stage: its rows recomputed from its parts."""
+"""The evaluation stage: its rows, recomputed from its parts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SETTINGS = EvaluateConfig(
 
 
 class TinyConfig(SeededConfig):
-    """What the model says that it was trained on."""
+    """The tokens that the model claims to be trained on."""
 
     trained_tokens: int = Field(100_000, description="Tokens that it read")
 
 
 @stage(kind="model")
 def tiny_model(config: TinyConfig, run: StageRun) -> None:
-    """A small random model."""
+    """Write a small random model."""
     tokenizer = Tokenizer.train([sentences(i, 60) for i in range(30)], 300)
     shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.2)
     save(Transformer(shape, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
@@ -66,7 +66,7 @@ def test_pages(store, documents, mixture, model, monkeypatch: pytest.MonkeyPatch
     assert found["pages", "document_bits_per_byte"]["n"] == 12
     held = {"pages": texts[8:], "pages/dry": texts[9::2], "pages/wet": texts[8::2]}
     network, tokenizer = load(model.path()), Tokenizer.load(model.path())
-    # All of the training side, which is shorter than the model's training, and nothing else.
+    # The whole training split, which is smaller than the model's training, and nothing else.
     counted = NGrams([tokenizer.document(t) for t in texts[:8]], 4, tokenizer.vocab_size)
     for task, own in held.items():
         size = sum(len(t.encode()) for t in own)
@@ -88,19 +88,19 @@ def test_pages(store, documents, mixture, model, monkeypatch: pytest.MonkeyPatch
     assert len(examples) == 2 and all(row["kind"] == "continuation" for row in examples)
     assert any(text.startswith(examples[0]["prompt"]) for text in texts[8:])
     assert made.manifest.metrics["choice_chance"] == pytest.approx(1 / 3)
-    # The same numbers with all layers on disk.
+    # The same numbers with all layers offloaded to disk.
     chosen = planner.choose
     monkeypatch.setattr(planner, "choose", lambda shape, *given: dataclasses.replace(chosen(shape, *given), streamed=shape.config.num_hidden_layers))
     from_disk = execute(evaluate, SETTINGS.replace(serving=ServingSettings(offload="disk", memory=0.1)), given, store)
     assert from_disk.id != made.id and from_disk.data_digest == made.data_digest
     assert "0 of 2 layers stay in memory" in from_disk.manifest.metrics[f"offload_{model.data_digest[:12]}"]
-    # The same numbers whatever the parts.
+    # The same numbers for any shards.
     again = execute(evaluate, SETTINGS.model_copy(update={"seed": 0}), given, store, part_rows=3)
     assert again.data_digest == made.data_digest
 
 
 def test_the_baselines_read_of_all_pages_as_much_as_the_model_read(store, documents, mixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten training pages of some 500 tokens, of which the model read 1,000: pieces of its context, of every page."""
+    """Ten training pages of about 500 tokens, of which the model read 1,000: pieces of its context length, from every page."""
     read: list[list[int]] = []
     counted = NGrams.__init__
     monkeypatch.setattr(NGrams, "__init__", lambda self, texts, *more: read.extend(texts) or counted(self, texts, *more))
@@ -122,7 +122,7 @@ def test_pages_are_limited_and_chosen_by_hash(store, documents, model) -> None:
     small = SETTINGS.model_copy(update={"pages": SETTINGS.pages.model_copy(update={"max_bytes": 1500, "max_page_bytes": 400})})
     made = execute(evaluate, small, {"model": model, "documents": documents(texts)}, store)
     assert made.manifest.metrics["page_bytes"] <= 1500 and found_pages(made) >= 3
-    assert ("pages/all", "document_bits_per_byte") not in table(made)  # one category only: no row of its own
+    assert ("pages/all", "document_bits_per_byte") not in table(made)  # only one category: no separate row
     with pytest.raises(PunaError, match="no held-out page of at most 100 bytes"):
         tight = SETTINGS.model_copy(update={"pages": SETTINGS.pages.model_copy(update={"max_page_bytes": 100})})
         execute(evaluate, tight, {"model": model, "documents": documents(texts)}, store)
@@ -133,7 +133,7 @@ def found_pages(artifact) -> int:
 
 
 def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is replaced by one that knows four of five answers and does not end one of these."""
+    """A stub engine knows four of five answers, and truncates one of these."""
     tasks = (Task(task="chain_sum", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
     asked = execute(prompts, PromptsConfig(tasks=tasks, train=4, heldout=9), {}, store)
     rows = {text_of(messages_of(row)): row for row in asked.read().to_pylist()}
@@ -152,7 +152,7 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
             for ids in given:
                 (prompt,) = [p for p in rows if tokenizer.chat([{"role": "user", "content": p}]) == list(ids)]
                 order.append(prompt)
-                # The third answer is right as far as it goes, but was cut off; the fifth is wrong and ends.
+                # The third answer is right so far, but truncated; the fifth is wrong and complete.
                 number = sum(rows[p]["task"] == rows[prompt]["task"] for p in order)
                 text = rows[prompt]["reference"] if number != 5 else "no idea"
                 found.append([Completion([*tokenizer.encode(text), tokenizer.stop_ids[-1]], [], number != 3)])
@@ -161,7 +161,7 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
     monkeypatch.setattr("puna.models.generation.Engine", Oracle)
     made = execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
     found = table(made)
-    # 5 per task, of which number 5 is wrong, and number 3, whose text is right, was cut off: 3 of 5, twice.
+    # 5 per task: number 5 is wrong, and number 3, whose text is right, is truncated: 3 of 5 are right, twice.
     for task, n in (("chain_sum", 5), ("gcd", 5), ("all", 10)):
         assert found[task, "accuracy"]["n"] == n
         assert found[task, "accuracy"]["value"] == pytest.approx(0.6) and found[task, "finished"]["value"] == pytest.approx(0.8)
@@ -218,7 +218,7 @@ def test_held_out_prompts_are_asked_by_hash() -> None:
 
 
 def test_answers_by_search_are_told_in_tokens(store, model) -> None:
-    """All tries are counted, those that were not chosen too."""
+    """All candidates count, including those that were not chosen."""
     asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=0, heldout=6), {}, store)
     wanted = {"name": "regex", "pattern": "[aeiou]{2}"}
     found = {}

@@ -1,4 +1,4 @@
-"""Intervals against published values, other formulas and coverage."""
+"""Intervals compared with published values, other formulas and simulated coverage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_wilson_by_hand() -> None:
 
 def test_ratio_of_sums_and_not_mean_of_ratios() -> None:
     assert intervals.ratio([10.0, 100.0], [10.0, 50.0]).value == pytest.approx(110 / 60)
-    # Equal ratios: no error however the sizes differ.
+    # Equal ratios: the error is 0, whatever the sizes.
     same = intervals.ratio([2.0, 20.0, 200.0], [1.0, 10.0, 100.0])
     assert same == pytest.approx((2.0, 2.0, 2.0))
     assert intervals.ratio([3.0], [2.0]) == (1.5, 1.5, 1.5)
@@ -58,7 +58,7 @@ def test_students_t_is_scipys() -> None:
 def test_the_interval_of_few_values_holds_the_mean_as_often_as_it_says(n: int) -> None:
     draws = np.random.default_rng(n).normal(5.0, 2.0, (4000, n))
     held = [low <= 5.0 <= high for _, low, high in (intervals.mean(row.tolist()) for row in draws)]
-    # Four standard errors of a share of 0.95 in 4000 draws. With the normal point it is 0.70 for two values, 0.81 for three.
+    # Four standard errors of a share of 0.95 in 4000 draws. With the normal quantile it is 0.70 for two values, 0.81 for three.
     assert np.mean(held) == pytest.approx(0.95, abs=0.014)
 
 

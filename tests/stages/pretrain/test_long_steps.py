@@ -1,4 +1,5 @@
-"""A passage is found or not, by depth; a step to a longer context holds only where it is, and where the short loss is back."""
+"""Retrieval of a passage by depth; a step to a longer context is accepted only if the passage is found and the loss on short text has
+recovered."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ PASSAGE = NeedleSettings(passage=" the {key} is {value}.", key_words=("cat", "do
 
 
 class Copies:
-    """A model that continues as the text did after the last `window` tokens' longest match of what it has just read."""
+    """A model that continues as the text did after the longest match of the last `window` tokens with what it has just read."""
 
     def __init__(self, window: int = 10**9) -> None:
         self.window = window
@@ -103,7 +104,7 @@ def long(**accept) -> object:
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, *shares: float) -> list[int]:
-    """Let the passages found at depth .5 be these shares, attempt by attempt; return the lengths asked for."""
+    """Set the shares of passages found at depth .5, attempt by attempt; return the requested lengths."""
     asked: list[int] = []
 
     def found(model, vocabulary, noise, length, *_):

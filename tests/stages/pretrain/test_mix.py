@@ -1,4 +1,4 @@
-"""The mixture: weights and epochs by derivation, the split by properties."""
+"""The mixture: weights and epochs derived by hand, the split by its properties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from puna.storage import Artifact, PunaError, Store
 
 
 def corpus(store: Store, sizes: dict[str, list[int]], heldout: int = 0) -> dict[str, Artifact]:
-    """Documents of these sizes by category, and a split in which the first `heldout` of each category are held out."""
+    """Return documents of these sizes by category, and a split that holds out the first `heldout` documents of each category."""
     rows = [(f"{c}{i:04d}", c, n, "heldout" if i < heldout else "train") for c, own in sizes.items() for i, n in enumerate(own)]
     count = len(rows)
     documents = store.import_table("documents", pa.table({
@@ -36,10 +36,10 @@ def test_plan_by_hand() -> None:
     # 100 and 300 bytes; half each: 200/100 = 2 epochs and 200/300.
     found = plan({"a": 100, "b": 300}, {"a": 0.5, "b": 0.5}, 4)
     assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == pytest.approx(2 / 3)
-    # a wants 0.9: 0.9 * 400 / 100 = 3.6 epochs, more than 2; it gets 2 (weight 0.5), b the rest.
+    # a wants 0.9: 0.9 * 400 / 100 = 3.6 epochs, more than 2; it gets 2 (weight 0.5), and b the rest.
     found = plan({"a": 100, "b": 300}, {"a": 0.9, "b": 0.1}, 2)
     assert found["a"].weight == pytest.approx(0.5) and found["b"].epochs == pytest.approx(2 / 3)
-    # A weight of 0 stays 0: what a cannot take is not read.
+    # A weight of 0 stays 0: the text that a cannot supply is not read at all.
     found = plan({"a": 100, "b": 300}, {"a": 1.0, "b": 0.0}, 2)
     assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == 0
     # No weights: one epoch of everything.
@@ -61,7 +61,7 @@ def test_plan_keeps_the_amount_and_the_ceiling(rows: dict[str, tuple[int, float]
     assert sum(s.weight for s in found.values()) == pytest.approx(1)
     assert all(s.epochs <= most + 1e-9 for s in found.values())
     assert sum(s.epochs * s.bytes for s in found.values()) == pytest.approx(sum(sizes.values()))
-    # Whoever is below its ceiling keeps its weight to the others below theirs.
+    # Categories below their ceiling keep their weights relative to each other.
     free = [c for c, s in found.items() if s.epochs < most - 1e-6]
     ratios = [found[c].weight / (wanted[c] if wanted else sizes[c]) for c in free]
     assert ratios == pytest.approx([ratios[0]] * len(ratios)) if ratios else True
@@ -138,7 +138,8 @@ def test_weights_name_every_category_and_no_other(tmp_path: Path) -> None:
 
 
 def test_an_older_mixture_serves_a_corpus_with_further_categories(tmp_path: Path) -> None:
-    """Weights .56 and .24 of known categories stay as 7 to 3, without the category that is gone; the new one has its share of the text."""
+    """The known categories' weights .56 and .24 keep their ratio of 7 to 3, without the category that is gone; the new one gets its share
+    of the text."""
     store = Store.open(tmp_path)
     given_ = corpus(store, {"a": [10] * 60, "b": [10] * 60, "c": [10] * 30})
     rows = {"task": ["x"], "metric": ["m"], "value": [0.0], "low": [0.0], "high": [0.0], "n": [1]}
@@ -152,12 +153,12 @@ def test_an_older_mixture_serves_a_corpus_with_further_categories(tmp_path: Path
 
 
 def test_natural_shares_are_capped(tmp_path: Path) -> None:
-    # 0.8 of the text is a's: cut to 0.5, the excess goes to b and c, who are 3 : 1.
+    # 0.8 of the text is a's: cut to 0.5; the excess goes to b and c in the ratio 3 : 1.
     found = plan({"a": 800, "b": 150, "c": 50}, {}, 100, 0.5)
     assert [s.weight for s in found.values()] == pytest.approx([0.5, 0.375, 0.125])
-    # Two categories cannot both stay below 0.4 of the whole.
+    # Two categories cannot both stay below 0.4 of the total.
     assert [s.weight for s in plan({"a": 900, "b": 100}, {}, 100, 0.4).values()] == pytest.approx([0.5, 0.5])
-    # The ceilings of repeats and of the share bind together: b gives all it can, a what is left of its half.
+    # The ceilings of repeats and of the share apply together: b gives all it can, and a what is left of its half.
     found = plan({"a": 900, "b": 100}, {}, 2, 0.5)
     assert found["b"].epochs == pytest.approx(2) and found["a"].epochs == pytest.approx(5 / 9)
     store = Store.open(tmp_path)
@@ -169,7 +170,7 @@ def test_what_the_web_has_too_much_of_is_read_less(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     given_ = corpus(store, {"arts_entertainment": [10] * 400, "science": [10] * 300, "sports": [10] * 300})
     made = execute(mix, MixConfig(), given_, store)
-    # 0.4 halved is 0.2 of 0.8: a quarter of the training text, 0.625 epochs; the others gain alike, 0.3 / 0.8 each.
+    # 0.4 halved is 0.2 of 0.8: a quarter of the training text, 0.625 epochs; the others gain equally, 0.3 / 0.8 each.
     metrics = made.manifest.metrics
     assert metrics["weight_arts_entertainment"] == pytest.approx(0.25) and metrics["share_arts_entertainment"] == pytest.approx(0.4)
     assert metrics["epochs_arts_entertainment"] == pytest.approx(0.625)
@@ -177,7 +178,7 @@ def test_what_the_web_has_too_much_of_is_read_less(tmp_path: Path) -> None:
     assert metrics["down_sample_arts_entertainment"] == 0.5 and "down_sample_science" not in metrics
     assert [r["weight"] for r in made.read().to_pylist()[:400]] == pytest.approx([0.25] * 400)
     assert made.manifest.figures["mixture"]["note"] == "arts_entertainment keeps 0.5 of its weight (down_sample)"
-    # Weights that are given are final; nothing is held down without factors.
+    # Given weights are final; without factors no category is capped.
     final = execute(mix, MixConfig(weights={"arts_entertainment": 0.5, "science": 0.5, "sports": 0.0}), given_, store)
     assert final.manifest.metrics["weight_arts_entertainment"] == pytest.approx(0.5)
     plain = execute(mix, MixConfig(down_sample={}), given_, store)

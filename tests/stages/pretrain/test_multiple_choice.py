@@ -1,4 +1,4 @@
-"""Questions from pages: honest options, order-independent; scored as option by option."""
+"""Questions from pages: valid options, independent of order; scored as option by option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The n-gram model against its definition, computed token by token with dictionaries."""
+"""The n-gram model compared with its definition, computed token by token with dictionaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 
 
 class Plain:
-    """Counts by context, as tuples."""
+    """The definition: counts by context, as tuples."""
 
     def __init__(self) -> None:
         self.follow: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)

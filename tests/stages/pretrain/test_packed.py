@@ -1,4 +1,4 @@
-"""What training reads: every token once, documents apart, joined rows whole, some documents set aside."""
+"""The rows that training reads: every token once, documents kept apart, joined rows complete, some documents set aside for validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEGIN, END = 0, 1
 
 
 def packed(folder: Path, lengths: list[int], sequence_length: int, names: list[str] | None = None) -> Packed:
-    """Documents of these lengths; each token but the first and last is unique."""
+    """Return documents of these lengths; each token but the first and last is unique."""
     documents, next_ = [], 2
     for n in lengths:
         documents.append([BEGIN, *range(next_, next_ + n - 2), END])
@@ -49,7 +49,7 @@ def test_an_epoch_reads_every_token_once(tmp_path_factory, lengths: list[int], j
     for start, stop in pieces:
         assert stop - start <= 8 * join
         seen += data.tokens[start:stop].tolist()
-    # A number of epochs: tokens come equally often, up to the epoch that is under way.
+    # Within a number of epochs, tokens occur equally often, up to the current epoch.
     counts = Counter(t for t in seen if t > 1)
     epochs = 199 * rows / reader.epoch_rows
     assert all(int(epochs) <= counts[t] <= int(epochs) + 1 for t in range(2, sum(lengths) - 2 * len(lengths) + 2))
@@ -83,7 +83,7 @@ def test_order_changes_with_epoch_and_seed_and_is_a_function_of_the_step(tmp_pat
 
 
 def test_tokens_on_disk_are_read_as_those_in_memory(tmp_path: Path) -> None:
-    """Mapped from a file that is written anew each time; from any step on, in one order, and each token of an epoch once."""
+    """Mapped from a new file each time; from any step on, in the same order, and each token once per epoch."""
     own = packed(tmp_path / "p", [9, 30, 4, 17, 22, 6], 16)
     table = pq.read_table(tmp_path / "p" / "tokens.parquet")
     (tmp_path / "tokens.bin").write_bytes(b"half of an earlier run")
@@ -108,10 +108,10 @@ def test_documents_set_aside_are_not_read(tmp_path: Path) -> None:
     pieces = data.validation_pieces(held)
     watched = {int(t) for piece in pieces for t in piece if t > 1}
     assert watched and not trained & watched
-    # All copies are kept out, one is watched.
+    # All copies are left out of training, one is used for validation.
     assert len(trained) + sum(11 for i, n in enumerate(names) if n in owners) == 32 * 11
     assert data.validation(0.1, 10_000).tolist() == held.tolist()
-    # The budget of tokens ends it early, after one document at least.
+    # The token budget ends it early, after at least one document.
     assert len({data.ids[o] for o in data.owners[data.validation(0.5, 1)]}) == 1
     assert len({data.ids[o] for o in data.owners[data.validation(0.5, 26)]}) == 2
 

@@ -1,4 +1,4 @@
-"""Phases end by tokens, read tokens of their own, and hand the optimizer on; a training goes on from any model."""
+"""Phases end after a number of tokens, may read their own tokens, and pass the optimizer on; training can start from any model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def weights(artifact) -> str:
 
 
 def test_the_405b_grows_after_the_reports_tokens() -> None:
-    """252 million tokens in steps of 4 Mi, up to 2.87 trillion in steps of 8 Mi: the first steps that begin after them."""
+    """252 million tokens in steps of 4 Mi, then steps of 8 Mi up to 2.87 trillion tokens: the first steps that begin after these totals."""
     first, second = PretrainConfig(**load("llama3-405b", flow="pretrain").values["pretrain"]).phases
     small, middle, large = (2**22, 2**23, 2**24)
     one = -(-252_000_000 // small)
@@ -67,7 +67,7 @@ def test_the_405b_grows_after_the_reports_tokens() -> None:
 
 
 def test_a_ramp_counts_from_the_beginning_of_the_run() -> None:
-    """A pair that earlier phases have passed holds from the first step on; the next one waits for its tokens."""
+    """A ramp's entry that earlier phases have passed applies from the first step on; the next entry waits for its tokens."""
     grown = phase("late", 9, ramp=({"after_tokens": 100, "rows": 3}, {"after_tokens": 200, "rows": 5}))
     assert grown.growth(10, 110).values == (3, 5) and grown.growth(10, 110).starts == (1, 4)
     assert grown.replace(steps=0, until=300).with_steps(10, 110).steps == 3 + 2
@@ -78,7 +78,7 @@ def test_a_ramp_counts_from_the_beginning_of_the_run() -> None:
 
 
 def test_the_optimizer_goes_on_in_the_next_phase(store, given) -> None:
-    """Two phases of a constant rate with the moments kept make the updates of one phase: Adam has counted all steps."""
+    """Two phases at a constant rate with kept moments make the updates of one phase: Adam's step count continues."""
     kept = execute(pretrain, config(phase("a", 4), phase("b", 3)), given, store)
     fresh = execute(pretrain, config(phase("a", 4), phase("b", 3, optimizer="fresh")), given, store)
     assert weights(kept) != weights(fresh)
@@ -87,7 +87,8 @@ def test_the_optimizer_goes_on_in_the_next_phase(store, given) -> None:
 
 
 def test_a_training_goes_on_from_a_model_as_if_it_had_not_ended(store, given) -> None:
-    """The second phase alone, from the artifact of the first, sees other rows; with none to learn from a rate of nearly 0 keeps weights."""
+    """The second phase alone, started from the first one's artifact, continues with other rows; at a learning rate of nearly 0 the weights
+    stay."""
     first = execute(pretrain, config(phase("a", 4)), given, store)
     still = phase("b", 2, schedule=FLAT | {"learning_rate": 1e-12})
     on = execute(pretrain, config(still), {**given, "model": first}, store)
@@ -95,9 +96,9 @@ def test_a_training_goes_on_from_a_model_as_if_it_had_not_ended(store, given) ->
         torch.testing.assert_close(a, b, atol=1e-8, rtol=0, msg=name)
     assert {int(v) for k, v in load_file(on.path(FILE)).items() if k.startswith("state.step.")} == {6}
     assert on.manifest.metrics["optimizer_state_given"] == 1
-    with pytest.raises(PunaError, match="phase b: the state of the training does not fit: .*; or set its optimizer to fresh"):
+    with pytest.raises(PunaError, match="phase b: the saved training state does not fit: .*; or set its optimizer to fresh"):
         execute(pretrain, config(still, optimizer={"name": "muon"}), {**given, "model": first}, store)
-    # Before a run both ways are refused; moments that begin anew are anyone's.
+    # Both are refused before the run; with fresh moments any model is accepted.
     muon = execute(pretrain, config(phase("a", 1), optimizer={"name": "muon"}), given, store)
     for model, optimizer, message in ((first, "muon", "are not Muon's"), (muon, "adamw", "are Muon's: set optimizer.name to muon, or phases.0.optimizer")):
         facts = Facts({"model": (InputFacts("model", model=model),)}, 10**12)
@@ -119,7 +120,7 @@ def test_a_model_brings_its_tokenizer(store, docs, given) -> None:
 
 
 def test_an_input_models_vocabulary_grows(store, docs, documents, given) -> None:
-    """Embeddings and moments of further tokens join the model's, whose own hardly move at a rate of nearly 0; the moments go on."""
+    """Embeddings and moments of new tokens join the model's own, which hardly change at a rate of nearly 0; the moments continue."""
     first = execute(pretrain, config(phase("a", 4)), given, store)
     chemistry = documents([f"glucose and glucagon {n} make glucagon of glucose " * 4 for n in range(60)])
     own = execute(tokenizer, TokenizerConfig(new_tokens=12), {"documents": chemistry, "model": first}, store)
@@ -166,7 +167,7 @@ def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
 
 
 def test_phases_on_the_same_tokens_share_an_epoch(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second phase goes on where the first ended, in the first one's order; rows of another length begin an order of their own."""
+    """The second phase continues where the first ended, in the same order; rows of another length start a new order."""
     relays, original = [], Phase.relay
     monkeypatch.setattr(Phase, "relay", lambda self, *arguments: relays.append(original(self, *arguments)) or relays[-1])
     execute(pretrain, config(phase("a", 4), phase("b", 3, rows_per_step=3), phase("c", 2, join_rows=2)), given, store)

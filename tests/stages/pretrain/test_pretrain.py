@@ -1,4 +1,4 @@
-"""Pretraining learns, survives a crash bit by bit, and refuses what does not fit."""
+"""Pretraining learns, survives a crash bit by bit, and refuses inputs that do not fit."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_learns_and_tells_the_truth_about_it(store, given) -> None:
     settings = config()
     made = execute(pretrain, settings, given, store)
     metrics = made.manifest.metrics
-    # Each word is one of two: with a good start ln 2 per word and nothing per further token of a word.
+    # Each word is one of two: at best ln 2 per word, and nothing for further tokens of a word.
     assert metrics["validation_loss"] < 0.5 * math.log(300)
-    # The average is the model only where it is better.
+    # The average becomes the model only if it is better.
     gain = metrics["averaging_gain"]
     assert gain and metrics["validation_loss_before_averaging"] - metrics["validation_loss"] == pytest.approx(max(gain, 0.0), abs=1e-12)
     model = load(made.path())
@@ -63,7 +63,7 @@ def test_learns_and_tells_the_truth_about_it(store, given) -> None:
     assert [row["step"] for row in log if row["validation_loss"] is not None] == [20, 40, 60]
     assert log[59]["validation_loss"] == metrics["validation_loss_before_averaging"]
     assert metrics["trained_tokens"] == sum(row["tokens"] for row in log)
-    # 6 N a token, and attention, which is little at 64 tokens.
+    # 6 N per token, plus attention, which is little at 64 tokens.
     assert metrics["flops"] == pytest.approx(6 * accounting.matrix_parameters(model.config) * metrics["trained_tokens"], rel=0.15)
     assert 0 < metrics["model_flops_utilization"] < 1.5
     assert Tokenizer.load(made.path()).encode("puna") == Tokenizer.load(given["tokenizer"].path()).encode("puna")
@@ -88,7 +88,8 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
 
     def crashing(self, step, micro_batch_tokens):
         calls.append(step)
-        # Twice in the first phase; in the first step of the second, with the moments of the first; and after its own checkpoint.
+        # Twice in the first phase; in the first step of the second, with the first one's moments; and after the second one's own
+        # checkpoint.
         if len(calls) in (25, 60, 72, 80):
             raise KeyboardInterrupt
         return original(self, step, micro_batch_tokens)
@@ -111,7 +112,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
 def test_a_loss_that_a_crash_left_unmeasured_is_measured(
     precision: str, tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is killed before the loss after step 20 is known: the step is not saved without it, and is made again."""
+    """The run is killed before the loss after step 20 is known: the step is not saved without it, and is repeated."""
     phase = Phase(steps=30, rows_per_step=4, schedule={"learning_rate": 1e-2, "warmup_steps": 5})
     settings = config(phases=(phase,), checkpoint_every=20, validate_every=20, compute={"precision": precision})
     original, calls = module.Watch.loss, []
@@ -147,7 +148,7 @@ def test_passes_do_not_change_the_training(store, given) -> None:
     one = load(execute(pretrain, short, given, store).path())
     many = load(execute(pretrain, short.replace(compute={"micro_batch_tokens": 70}), given, store).path())
     for (name, a), (_, b) in zip(one.named_parameters(), many.named_parameters(), strict=True):
-        assert torch.allclose(a, b, atol=2e-3), name  # Adam's first steps amplify rounding of tiny gradients
+        assert torch.allclose(a, b, atol=2e-3), name  # Adam's first steps amplify the rounding of tiny gradients
     assert np.mean([float((a - b).detach().abs().mean()) for a, b in zip(one.parameters(), many.parameters(), strict=True)]) < 1e-5
 
 
@@ -176,14 +177,14 @@ def test_tokens_of_another_tokenizer_are_refused(store, given, documents) -> Non
     smaller = execute(tokenizer, TokenizerConfig(vocab_size=270), {"documents": documents([sentences(0, 50)])}, store)
     with pytest.raises(PunaError, match="was made by tokenizer/"):
         execute(pretrain, config(), {**given, "tokenizer": smaller}, store)
-    # Rows that no stage made do not say which tokenizer they are of.
+    # Rows that no stage made do not name their tokenizer.
     imported = store.import_table("tokens", given["tokens"].read())
     with pytest.raises(PunaError, match="has 270 tokens"):
         execute(pretrain, config(), {"tokens": imported, "tokenizer": smaller}, store)
 
 
 def test_tokens_of_a_tokenizer_of_the_same_size_are_refused(store, documents, given) -> None:
-    """With as many tokens in it, every id has a meaning, but another one."""
+    """With equally many tokens every id has a meaning, but a different one."""
     other = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": documents([sentences(i, 50)[::-1] for i in range(30)])}, store)
     wrong = {"tokens": given["tokens"], "tokenizer": other}
     message = f"{given['tokens'].id} was made by {given['tokenizer'].id}, not by the tokenizer of {other.id}"

@@ -58,7 +58,7 @@ def test_muon_moves_the_matrices_another_way(store, given) -> None:
 def test_a_moving_average_becomes_the_model(store, given) -> None:
     plain, averaged = execute(pretrain, config(), given, store), execute(pretrain, config(schedule={"ema": 0.8}), given, store)
     metrics = averaged.manifest.metrics
-    # The same steps were made; the weights after them differ.
+    # The same steps were run; the weights after them differ.
     assert metrics["validation_loss_before_averaging"] == plain.manifest.metrics["validation_loss"]
     better = metrics["averaging_gain"] > 0
     assert metrics["averaging_gain"] == metrics["averaging_gain_initial"] != 0 and metrics["averaging_taken_initial"] == better
@@ -68,7 +68,7 @@ def test_a_moving_average_becomes_the_model(store, given) -> None:
 
 @pytest.mark.parametrize("worse", [True, False])
 def test_an_average_that_raises_the_loss_is_not_taken(store, given, monkeypatch: pytest.MonkeyPatch, worse: bool) -> None:
-    """The weights are those of the run that averages nothing, and the metrics say by how much the average was worse."""
+    """The weights equal those of a run without averaging, and the metrics say by how much the average was worse."""
     plain = execute(pretrain, config(), given, store)
     original = Watch.try_average
 
@@ -86,7 +86,7 @@ def test_an_average_that_raises_the_loss_is_not_taken(store, given, monkeypatch:
 
 
 def test_the_rate_of_several_processes_is_the_sum_of_theirs(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes can compute twice as much: the share of it that a training reaches is half."""
+    """Two processes can compute twice as much: the utilisation of a training run is half."""
     monkeypatch.setattr(accounting, "matrix_rate", lambda: 1e9)
     metrics: dict[str, float] = {}
     rows = [{"step": 1, "tokens": 64, "seconds": 2.0, "loss": 1.0, "skipped": 0, "learning_rate": 0.1}]
@@ -123,7 +123,7 @@ def test_checkpointed_layers_give_the_same_model(store, given, monkeypatch: pyte
 
 
 def test_rows_of_a_step_grow_and_none_is_read_twice(store, given) -> None:
-    # Rows of 64: three steps of 1 row, three of 2, then 4.
+    # Rows of 64: three steps of 1 row, three of 2, then steps of 4.
     growth = ({"after_tokens": 3 * 64 - 5, "rows": 2}, {"after_tokens": 9 * 64, "rows": 4})
     phase = config(rows_per_step=1, ramp=growth, steps=10).phases[0]
     packed = Packed.read(given["tokens"])
@@ -180,14 +180,14 @@ def test_the_mixture_changes_within_a_phase(store, given, documents) -> None:
         execute(tokenize, TokenizeConfig(sequence_length=length), {"documents": other, "tokenizer": given["tokenizer"]}, store)
         for length in (64, 32)
     )
-    # Steps of 4 rows of 64: the sixth is the first that begins after five; the rest of the tokens go on as before.
+    # Steps of 4 rows of 64: the sixth is the first one after five; the rest of the tokens continue as before.
     ramp = ({"after_tokens": 5 * 256, "rows": 4, "tokens": "fresh"}, {"after_tokens": 8 * 256, "rows": 8})
     phase = config(ramp=ramp, steps=10).phases[0]
     sources = {"initial": Packed.read(given["tokens"]), "fresh": Packed.read(fresh)}
     relay = phase.relay(sources, (), 0, 0, {})
     assert [relay.at(step).packed is sources["fresh"] for step in range(1, 11)] == [False] * 5 + [True] * 5
     assert relay.epoch_rows == relay.at(1).epoch_rows + relay.at(6).epoch_rows and relay.at(1).rows_before(11) == 8 * 4 + 2 * 8
-    # Each reads the first rows of its own order, and goes on with them when its turn comes again: none twice before all others.
+    # Each phase reads the first rows in its own order, and continues with them later: none twice before all others were read.
     back = config(ramp=(ramp[0], ramp[1] | {"tokens": "initial"}), steps=10).phases[0].relay(sources, (), 0, 0, places := {})
     for name, turns, steps, count in (("fresh", relay, (6, 11), 28), ("initial", back, (1, 6, 9, 11), 36), ("fresh", back, (6, 9), 12)):
         pieces = [piece for a, b in zip(steps[::2], steps[1::2], strict=True) for step in range(a, b) for piece in turns.at(step).pieces(step)]

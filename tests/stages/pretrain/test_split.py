@@ -19,7 +19,7 @@ from puna.storage import Artifact, PunaError, Store
 
 
 def corpus(store: Store, rows: list[tuple[str, str, int]]) -> dict[str, Artifact]:
-    """Documents and their categories from (address, category, size)."""
+    """Return documents and their categories from (address, category, size)."""
     ids = [f"{i:032x}" for i in range(len(rows))]
     documents = store.import_table("documents", pa.table({
         "id": ids, "url": [r[0] for r in rows], "fetched_at": [datetime(2024, 1, 1, tzinfo=UTC)] * len(rows),
@@ -29,7 +29,7 @@ def corpus(store: Store, rows: list[tuple[str, str, int]]) -> dict[str, Artifact
 
 
 def held_out(addresses: list[str], categories: list[str], config: SplitConfig, parts: int = 1) -> NDArray[np.bool_]:
-    """Which documents are held out, where their rows lie in so many parts."""
+    """Return a mask of the held-out documents, with their rows in `parts` parts."""
     chance = uniform(addresses, config.seed, "heldout")
     rows = pa.table({"chance": chance, "category": categories})
     each = [rows.take(pa.array(np.arange(n, len(rows), parts))) for n in range(parts)]
@@ -37,7 +37,7 @@ def held_out(addresses: list[str], categories: list[str], config: SplitConfig, p
 
 
 def plain(addresses: list[str], categories: list[str], config: SplitConfig) -> list[bool]:
-    """The same from all rows at once, by the rule's words."""
+    """Return the same mask computed from all rows at once, directly by the rule."""
     chance = uniform(addresses, config.seed, "heldout").tolist()
     gone = set()
     for category in set(categories):
@@ -120,7 +120,7 @@ def test_without_signals_all_documents_are_of_one_category(tmp_path: Path) -> No
 
 
 def test_kinds_are_of_any_language(tmp_path: Path) -> None:
-    """Code is code in any language; another language is multilingual whatever its type; what reasons, in the main one, is mathematics."""
+    """Code is code in any language; another language is multilingual whatever its type; reasoning in the main language is mathematics."""
     store = Store.open(tmp_path)
     rows = [  # language, score of code, share of code lines, score of reasoning, domain, kind
         ("en", 0.1, 0.0, 0.2, "science", "general"), ("en", 0.2, 0.1, 0.9, "science", "mathematics_reasoning"),

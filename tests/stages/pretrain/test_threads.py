@@ -1,4 +1,4 @@
-"""On how many threads of a CPU a model is worked on."""
+"""The number of CPU threads on which a model runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_small_model_has_one_thread_and_a_large_one_all_for_as_long_as_it_is_i
 def test_a_caller_has_as_many_threads_after_a_stage_as_before(tmp_path: Path):
     @stage(kind="signals", version="1")
     def lowered(config: StageConfig, run: StageRun) -> None:
-        """One thread."""
+        """Run on one thread."""
         torch.set_num_threads(1)
         run.write_rows([{"id": "a"}])
 

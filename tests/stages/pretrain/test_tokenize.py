@@ -1,4 +1,4 @@
-"""Packing against a token-by-token loop; splits, repeats, order and resumption."""
+"""Packing compared with a token-by-token loop; splits, repeats, order and resumption."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pack_equals_a_loop(lengths: list[int], sequence_length: int) -> None:
 
 
 def read(artifact, sequence_length: int) -> dict[str, list[list[int]]]:
-    """Whole documents by id, glued together from their pieces."""
+    """Return whole documents by id, joined from their pieces."""
     glued: dict[str, list[list[int]]] = {}
     rows = artifact.read().to_pylist()
     assert [row["row"] for row in rows] == list(range(len(rows)))
@@ -81,7 +81,7 @@ def test_rows_hold_the_training_documents_framed_and_repeated(store, documents, 
     assert metrics["tokens"] == sum(len(copy) for copies in expected.values() for copy in copies)
     assert metrics["documents"] == len(expected) and metrics["copies"] == sum(map(len, expected.values()))
     assert metrics["bytes"] == sum(len(TEXTS[i]) * r for i, _, split, r in rows if split == "train")
-    # Copies of one document are shuffled apart, and the seed decides the order.
+    # Copies of one document are shuffled separately, and the seed determines the order.
     other = execute(tokenize, TokenizeConfig(sequence_length=32, seed=1), given_, store)
     assert read(other, 32) == expected and other.read()["documents"] != made.read()["documents"]
 
@@ -95,7 +95,7 @@ def test_without_a_mixture_every_document_is_read_once(store, documents, small_t
 def test_same_bytes_for_any_parts_and_workers(
     tmp_path: Path, documents, mixture, monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
-    """1, 2 and 4 workers (processes of their own where it says so), parts inside buckets, across them and of them all."""
+    """1, 2 and 4 workers (separate processes where noted), and shards inside buckets, across them, and covering all."""
     monkeypatch.setattr(module, "BUCKET_DOCUMENTS", bucket)
     found = set()
     threads, processes = ThreadPoolExecutor, lambda n: ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
@@ -132,7 +132,7 @@ def test_rows_do_not_pass_through_the_driver_and_are_read_once(
     monkeypatch.setattr(StageRun, "write", None)
     given_ = {"documents": documents(TEXTS), "tokenizer": small_tokenizer}
     execute(tokenize, TokenizeConfig(sequence_length=32), given_, store, part_rows=2)
-    assert packed == [1] * 5  # a part of the documents is a bucket here, and each bucket is read once
+    assert packed == [1] * 5  # here a bucket is a fraction of the documents, and each bucket is read once
 
 
 def test_a_second_attempt_keeps_what_was_encoded(store, documents, small_tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

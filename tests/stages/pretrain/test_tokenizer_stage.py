@@ -1,4 +1,4 @@
-"""The tokenizer stage: its sample, its independence of order and parts, its refusals."""
+"""The tokenizer stage: its sample, its independence of order and shards, its refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = [sentences(i, 40 + i) for i in range(40)]
 
 
 def test_learns_from_training_documents_only(store, documents, mixture) -> None:
-    # The word of the held-out documents is frequent enough to be one token, were it seen.
+    # The held-out documents' word is frequent enough to become one token if it were seen.
     texts = [*TEXTS, *["zyzzyva " * 200] * 4]
     rows = [(i, "web", "train" if i < 40 else "heldout", 1) for i in range(44)]
     with_mixture = execute(tokenizer, TokenizerConfig(vocab_size=310), {"documents": documents(texts), "mixture": mixture(rows)}, store)

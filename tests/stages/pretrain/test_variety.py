@@ -1,4 +1,4 @@
-"""How far answers to different questions follow one template."""
+"""A measure of how far answers to different questions follow one template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_a_template_in_which_the_questions_words_change_has_none() -> None:
 
 
 def test_runs_of_three_words_by_hand() -> None:
-    # Beginning and end are words of their own: the first two have four runs, the last three, and all have the first run.
+    # Beginning and end are separate words: the first two answers share four runs, the last three, and all share the first run.
     assert variety([("dog?", "The old one ran."), ("dog?", "The old cat sat."), ("cat?", "The old dog!")]) == pytest.approx([3 / 4, 3 / 4, 2 / 3])
 
 

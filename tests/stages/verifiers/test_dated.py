@@ -1,4 +1,4 @@
-"""Dated questions: what a month decides, and the gap between months."""
+"""Dated questions: what depends on a question's month, and the difference between months."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def by_heart(prompts: Prompts, config: StageConfig, run: StageRun) -> None:
 
 
 def test_what_was_learned_by_heart_shows(tmp_path: Path) -> None:
-    """An evaluation whose answers to last month's questions are all right, and to this month's every second one."""
+    """An evaluation with right answers to all of last month's questions, and to every second one of this month's."""
     store = Store.open(tmp_path)
     config = parse(DatedPromptsConfig, {"tasks": TASKS, "month": "2026-11", "questions": 10, "draws": 4000}, "dated_prompts")
     asked = execute(dated_prompts, config, {}, store)

@@ -1,4 +1,4 @@
-"""Answers to generators whose scorers evaluate them: what runs nothing is scored, what would run something is not given to them."""
+"""Generators whose scorers evaluate answers as code: harmless answers are scored, answers that would run code never reach the scorer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def drawn(name: str, index: int = 0) -> tuple[Verifier, dict[str, Any]]:
 
 
 def evaluating() -> set[str]:
-    """Generators whose `score_answer`, or a function of its module that it reaches, calls what evaluates text."""
-    from reasoning_gym.factory import DATASETS  # takes seconds, in each process that collects tests
+    """Return the generators whose `score_answer`, or a function of its module that it reaches, calls something that evaluates text."""
+    from reasoning_gym.factory import DATASETS  # the import takes seconds in each process that collects tests
 
     found = set()
     for name, (kind, _) in DATASETS.items():
@@ -38,7 +38,7 @@ def evaluating() -> set[str]:
             calls = [node for node in ast.walk(functions[todo.pop()]) if isinstance(node, ast.Call)]
             new = {getattr(call.func, "id", getattr(call.func, "attr", "")) for call in calls} - reached
             reached |= new
-            todo |= new & set(functions) - {"parse_expr"}  # one generator has a parser of that name, which evaluates nothing
+            todo |= new & set(functions) - {"parse_expr"}  # one generator has a parser of this name, which evaluates nothing
         if reached & EVALUATES - set(functions):
             found.add(name)
     return found
@@ -62,10 +62,10 @@ def test_an_exploit_does_not_run(name: str, tmp_path: Path, monkeypatch: pytest.
     ]
     for text in exploits:
         assert (verifier.score(QUESTION, text).value or 0.0) <= 0.05 and not flag.exists()
-    # The same texts do run where nothing guards the scorer: the test would see it.
+    # Without the guard, the same texts do run: the test would notice.
     monkeypatch.setattr(module, "FORMULAS", frozenset())
     monkeypatch.setattr(module, "LITERALS", frozenset())
-    if name != "number_sorting":  # reads answers as JSON, and evaluates the entry
+    if name != "number_sorting":  # number_sorting reads answers as JSON, and evaluates the entry
         verifier.score(QUESTION, exploits[0])
         assert flag.exists()
 
@@ -108,7 +108,7 @@ def test_formulas(text: str) -> None:
     "__import__", "x._y", "9**9**9", "((9**999)**999)**999", "9**(9*9**9)", "1e999", "exp('1')", "sqrt", "()", "1;2", "(" * 300 + "1" + ")" * 300, "1+" * 1500 + "1",
 ])  # fmt: skip
 def test_no_formulas(text: str) -> None:
-    if text == "sqrt":  # a name alone is called by nobody
+    if text == "sqrt":  # a name alone is not called
         return check_formula(text)
     with pytest.raises(Refused):
         check_formula(text)

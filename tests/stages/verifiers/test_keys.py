@@ -1,4 +1,4 @@
-"""What a verifier's code decides: the keys of stages whose prompts name it, and of no others; verifiers of installed packages."""
+"""The effect of a verifier's code on keys: those of stages whose prompts name it change, and no others; verifiers of installed packages."""
 
 from __future__ import annotations
 
@@ -73,25 +73,25 @@ def asked(store: Store, *verifiers: str | None) -> Artifact:
 
 
 def reached(*verifiers: str) -> set[str]:
-    """What `sample` reaches with prompts that name these verifiers, beyond what it always does."""
+    """Return what `sample` reaches with prompts that name these verifiers, beyond what it always reaches."""
     names = [name for text in verifiers for name in from_text(text).reaches()]
     return set(code.symbols(sample, names)) - set(code.symbols(sample))
 
 
 def edited(file: Path, old: str, new: str) -> None:
-    """The file as a later process would find it."""
+    """Edit the file, and forget what this process cached of it."""
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
     sources._AT_START.pop(str(file), None)
 
 
 class AskingConfig(StageConfig):
-    """Nothing to choose."""
+    """A configuration without fields."""
 
 
 @stage(kind="evaluation", named=verifiers_named)
 def asking_stage(prompts: list[Prompts], config: AskingConfig, run: StageRun) -> None:  # pragma: no cover - only identified
-    """Only its key is looked at."""
+    """Do nothing: only the stage's key is used."""
 
 
 def key(prompts: Artifact) -> str:
@@ -133,7 +133,7 @@ def test_an_edit_of_an_outside_verifier_is_another_key(tmp_path: Path) -> None:
     assert changed() == {"name", "path"}
     edited(file, "return len(text)", "return len(text) + 1")
     assert changed() == {"class", "name", "path", "nested"}
-    edited(file, "'''1 where short.'''", "'''One where it is short.'''")  # no docstring counts
+    edited(file, "'''1 where short.'''", "'''One where it is short.'''")  # docstrings do not count
     edited(file, "return len(text) + 1", "return len(text)")
     assert changed() == {"name", "path"}
 
@@ -168,7 +168,7 @@ def test_a_prompt_names_no_function_of_a_library(function: str) -> None:
 
 
 def install(folder: Path, package: str, entries: str) -> None:
-    """A package as an installer leaves it: its entry points beside it, on `sys.path`."""
+    """Install a package as an installer does: its entry points beside it, on `sys.path`."""
     about = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Verifiers that are models: scores against transformers and one answer at a time, the choice among several models."""
+"""Models as verifiers: scores compared with transformers and with one answer at a time, and the choice among several models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOUND: list[Score] = []
 
 
 class NetConfig(SeededConfig):
-    """Only a seed."""
+    """The seed of a model."""
 
 
 def network(seed: int, tokenizer: Tokenizer) -> Transformer:
@@ -41,14 +41,14 @@ def network(seed: int, tokenizer: Tokenizer) -> Transformer:
 
 @stage(kind="model", version="1")
 def judge_model(config: NetConfig, run: StageRun) -> None:
-    """A language model of random weights."""
+    """Write a language model with random weights."""
     tokenizer = Tokenizer.train(["grade the answer to a request with a number from 0 to 5 by this rubric"], 280)
     save(network(config.seed, tokenizer), run.folder, tokenizer)
 
 
 @stage(kind="model", version="1")
 def scalar_model(base: Model, config: NetConfig, run: StageRun) -> None:
-    """A reward model with a random head."""
+    """Write a reward model with a random head."""
     model = load(base.path(), "scalar")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -59,7 +59,7 @@ def scalar_model(base: Model, config: NetConfig, run: StageRun) -> None:
 
 @stage(kind="evaluation", version="1")
 def score_by_models(judges: list[Model] | None, config: StageConfig, run: StageRun) -> None:
-    """Scores of the jobs of a test."""
+    """Score the jobs of a test."""
     scorer = Scorer([row for row, _ in JOBS], ScoringConfig(), run, judges or ())
     FOUND[:] = scorer.scores(JOBS)
     scorer.report()
@@ -98,7 +98,7 @@ def scored(folder: Path, judges: list[Artifact], jobs: list[tuple[dict[str, Any]
 
 
 def rewards_alone(model: Artifact, answers: list[str]) -> list[float]:
-    """The scalar head at the end of each answer, each in a pass of its own."""
+    """Return the scalar head's output at the end of each answer, each in a separate pass."""
     network, tokenizer = load(model.path()).double(), Tokenizer.load(model.path())
     assert network.head == "scalar"
     found = []
@@ -149,7 +149,7 @@ def test_a_judge_gives_its_mean_grade_as_transformers_has_it(tmp_path: Path, sto
 
             asked = verifier.request(Item(verifier, Question("p", "t", "How many?", "7"), answer))
             assert shown in asked and f"<<<\n{answer}\n>>>" in asked and f"from 0 to {top}" in asked
-            # What an answer writes is text to the judge, also where it looks like a special token.
+            # An answer's text is plain text to the judge, even if it looks like a special token.
             dialogue = [{"role": "user", "content": asked.replace("<|eot_id|>", "\ufdd0")}]
             before, mark, after = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True).partition("\ufdd0")
             if mark:
@@ -169,7 +169,7 @@ def test_a_judge_gives_its_mean_grade_as_transformers_has_it(tmp_path: Path, sto
 def test_the_model_is_chosen_by_its_head_or_its_digest(tmp_path: Path, store: Store) -> None:
     reward, first, second = reward_of(store), judge_of(store), judge_of(store, 1)
     by_default = [(row(to_text("reward_model")), "7"), (row(to_text("judge", rubric="r")), "7")]
-    found, _ = scored(tmp_path / "a", [reward, first], by_default)  # one of each head: nothing to say
+    found, _ = scored(tmp_path / "a", [reward, first], by_default)  # one model of each head: the choice is clear
     named = [(row(to_text("judge", rubric="r", model=one.data_digest[:12])), "7") for one in (second, first)]
     again, _ = scored(tmp_path / "b", [first, second, reward], [by_default[0], *named])
     alone, _ = scored(tmp_path / "c", [second], [by_default[1]])

@@ -1,4 +1,4 @@
-"""Verifiers that judge a text by rules: expected values by hand, jsonschema and Python's fractions as oracles."""
+"""Verifiers that judge a text by rules: expected values by hand, with jsonschema and Python's fractions as oracles."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_exact_and_regex() -> None:
     assert score("no", "exact", also=["no"]) == 1
     assert score("a42b", "regex", pattern=r"\d+") == 1 and score("a42b", "regex", pattern=r"\d+", match="whole") == 0
     assert score("ab", "regex", pattern="x", absent=True) == 1
-    # Exponential in an engine that backtracks.
+    # Exponential in a backtracking engine.
     assert score("a" * 50_000 + "b", "regex", pattern="(a+)+$") == 0
 
 
@@ -129,7 +129,7 @@ def test_combinations() -> None:
     assert product.combine([Score(0.5), Score(0.5)]).value == 0.25 and mean.combine([Score(0.0), Score(1.0)]).value == 0.75
 
 
-# id, arguments, an answer that follows it, one that does not
+# id, arguments, an answer that follows the instruction, one that does not
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("keywords:existence", {"keywords": ["Llama", "grass"]}, "A llama eats grass.", "A llama eats."),
     ("keywords:frequency", {"keyword": "war", "frequency": 2, "relation": "at least"}, "War and war", "war"),

@@ -1,4 +1,4 @@
-"""The sandbox contains what it should."""
+"""The sandbox confines programs as it should."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_computing_of_all_processes_counts_and_waiting_does_not(mode: sandbox.Mo
 
 
 def test_nothing_outlives_the_run(mode: sandbox.Mode) -> None:
-    """A grandchild in a session of its own, which would live for a minute; programs of tests beside this one end before."""
+    """A grandchild in a separate session would live for a minute; programs of other tests end before that."""
     mark = f"survivor{os.getpid()}{mode}"
     source = f"import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    {mark} = time.sleep(60)\n  os._exit(0)\ntime.sleep(0.3)"
     assert tried(mode, source).results == [None]
@@ -82,7 +82,7 @@ def test_nothing_outlives_the_run(mode: sandbox.Mode) -> None:
 
 
 def _of_sandboxes() -> set[str]:
-    """The processes of users that sandboxes are given."""
+    """Return the user processes that belong to sandboxes."""
     users = {p.name: line.split()[1] for p in Path("/proc").glob("[0-9]*") for line in _lines(p / "status") if line.startswith("Uid:")}
     return {process for process, user in users.items() if int(user) >= FIRST_USER}
 
@@ -96,7 +96,7 @@ def _lines(file: Path) -> list[str]:
 
 @pytest.mark.usefixtures("mode")
 def test_humaneval_and_mbpp_shapes() -> None:
-    """Problems in the layouts of HumanEval (a prompt that the answer goes on with, `check`) and MBPP (assertions, a fenced answer)."""
+    """Problems in the layouts of HumanEval (a prompt that the answer continues, `check`) and MBPP (assertions, a fenced answer)."""
     prefix = "def add(a, b):\n    \"\"\"The sum.\"\"\"\n"
     test = "def check(candidate):\n    assert candidate(2, 3) == 5\n    assert candidate(-1, 1) == 0\ncheck(add)"
     for body, value in (("    return a + b\n", 1.0), ("    return a - b\n", 0.0), ("    return None\n", 0.0), ("    retrun\n", 0.0)):

@@ -1,4 +1,4 @@
-"""Scores of answers in a stage: each prompt's own verifier, failures, time-outs, models, and the page on one's own verifier."""
+"""Scores of answers in a stage: each prompt's own verifier, failures, time-outs, models, and the docs page on writing a verifier."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ JOBS: list[tuple[dict[str, Any], str]] = []
 
 
 class ScoreAllConfig(StageConfig):
-    """The longest time for an answer."""
+    """The maximum time for an answer."""
 
     seconds: float = Field(10.0, description="Longest computing for an answer")
 
 
 @stage(kind="evaluation", version="1")
 def score_all(config: ScoreAllConfig, run: StageRun) -> None:
-    """Scores of the jobs of a test."""
+    """Score the jobs of a test."""
     scorer = Scorer([row for row, _ in JOBS], ScoringConfig(seconds=config.seconds), run)
     FOUND[:] = scorer.scores(JOBS)
     scorer.report()
@@ -94,7 +94,7 @@ def wait(answer):
 
 
 def test_computing_counts_and_waiting_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine lets an answer wait as one that sleeps does: its score stays the same. One that waits for ever ends, too."""
+    """On a busy machine an answer waits like one that sleeps: its score stays the same. An answer that waits forever is stopped, too."""
     mine = tmp_path / "my_loops.py"
     mine.write_text(SLOW)
     plugins.add(str(mine))
@@ -103,7 +103,7 @@ def test_computing_counts_and_waiting_does_not(tmp_path: Path, monkeypatch: pyte
         busy.setattr(bounded_process, "CLOCK", 200.0)  # a busy machine may give less than a tenth of a core
         (waited, looped), metrics = scored(tmp_path / "store", [(row("a", wait), "1.2"), (row("b", hang), "7")], seconds=0.8)
     assert waited.value == 1.0
-    assert looped.value is None and "takes more than 0.8 s of computing" in looped.detail and metrics["unscored_answers"] == 1
+    assert looped.value is None and "takes more than 0.8 s of CPU time" in looped.detail and metrics["unscored_answers"] == 1
     (slept,), _ = scored(tmp_path / "store", [(row("a", wait), "60")], seconds=0.3)
     assert slept.value is None and "no answer within 3 seconds" in slept.detail
 

@@ -1,4 +1,4 @@
-"""Ordinary tests work from another process than their program; what cannot is refused by name."""
+"""Ordinary tests work from another process than their program; tests that cannot are refused with a clear error."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", HONEST)
 def test_ordinary_tests_pass(name: str, mode: sandbox.Mode) -> None:
-    """They pass in the program's own process too, but for what there is no name of there, or another's."""
+    """They also pass in the program's own process, except where a name is missing there or has another meaning."""
     program, tests = "def give(x): return x\n" + HONEST[name][0], HONEST[name][1]
     if name != "names":
         names: dict[str, object] = {"__name__": "__main__"}
@@ -125,7 +125,7 @@ def test_what_cannot_cross_is_refused_by_name(mode: sandbox.Mode) -> None:
 
 
 def test_a_prefix_gives_its_whole_definitions_to_the_tests(mode: sandbox.Mode) -> None:
-    """HumanEval's tests use helpers and imports of the prompt; its last definition and its classes are the program's."""
+    """HumanEval's tests use helpers and imports of the prompt; its last definition and its classes belong to the program."""
     prefix = "import math\nfrom typing import List\nSCALE = 2\nclass Node:\n    value = 1\n\ndef twice(x):\n    return SCALE * x * Node.value\n\n@staticmethod\ndef f(x):\n    \"\"\"Double.\"\"\"\n"
     tests = ["assert twice(f(3)) == 12", "assert math.isclose(f(2), twice(2)) and List", "assert Node.value == 1", "assert f.__name__ == 'f'"]
     right = run("    return 2 * x", tests, Limits(), mode, prefix)
