@@ -23,6 +23,7 @@ Encoded = tuple[list[int], list[Span]]  # ids of tokens, and each one's characte
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""
+CONTEXT = 8  # number of tokens before a text that are decoded with it
 LONG = 1 << 14  # number of characters above which a text is encoded without blocking other threads
 
 
@@ -79,17 +80,31 @@ class Vocabulary:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def decode_behind(self, context: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of ids that continue the text of `context`; decoded alone, a token may lose its leading space."""
+        tail = [*context[-CONTEXT:]]
+        return self.decode([*tail, *ids], skip_special_tokens=True)[len(self.decode(tail, skip_special_tokens=True)) :]
+
     def token_bytes(self, id_: int) -> bytes | None:
         """Return the bytes that a token decodes to after other text; None for a special token."""
         if id_ in self.special:
             return None
-        before, piece = self.encode("a"), self.token(id_)
-        text = self.decode([*before, id_])[len(self.decode(before)) :]
+        piece, text = self.token(id_), self.decode_behind(self._letter, [id_])
         if "\ufffd" in text and (code := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
             return bytes.fromhex(code[1])
         if "\ufffd" in text and set(piece) <= BYTES.keys():
             return bytes(BYTES[character] for character in piece)
         return text.encode()
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        """Return the ids of a text that any token may follow."""
+        return self.encode("a")
+
+    def token_text(self, id_: int) -> str:
+        """Return the text that a token adds to other text; of a special token, the token itself."""
+        spelling = self.token_bytes(id_)
+        return self.token(id_) if spelling is None else spelling.decode(errors="replace")
 
     @cached_property
     def _reader(self) -> tokenizers.Tokenizer:
@@ -110,7 +125,7 @@ class Vocabulary:
     @cached_property
     def _by_context(self) -> bool:
         """True if the start of a text is encoded differently from its middle, as with SentencePiece's dummy prefix."""
-        alone, behind = self.encode("a"), self.encode("\na")
+        alone, behind = self._letter, self.encode("\na")
         return behind[-len(alone) :] != alone
 
     def encode_markup(self, text: str, mark: str | None = None) -> Encoded:
