@@ -266,7 +266,8 @@ class Reply:
 
     def _chunk(self, **fields: Any) -> str:
         kind = "chat.completion.chunk" if self.kind.startswith("chat") else self.kind
-        return f"data: {json.dumps({**self.head, 'object': kind, **fields}, ensure_ascii=False)}\n\n"
+        # In ASCII, because many clients also split lines at U+0085 and U+2028.
+        return f"data: {json.dumps({**self.head, 'object': kind, **fields})}\n\n"
 
 
 def whole(replies: Sequence[Reply]) -> dict[str, Any]:
