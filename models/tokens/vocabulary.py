@@ -15,6 +15,7 @@ from typing import Any
 
 import tokenizers
 
+from puna.models.tokens.template import unescaped
 from puna.models.tokens.tokenizer_trial import Trial, steps_of
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode's noncharacters, which no text should hold
@@ -139,8 +140,7 @@ class Vocabulary:
         start = 0
         for match in self._special_pattern.finditer(text):
             self._append(text[start : match.start()], start, mark, ids, spans)
-            token = next(group for group in match.groups() if group is not None)
-            ids.append(self._special_tokens[token][0])
+            ids.append(self._special_tokens[match[match.lastindex or 0]][0])
             spans.append(match.span())
             start = match.end()
         self._append(text[start:], start, mark, ids, spans)
@@ -179,18 +179,19 @@ class Vocabulary:
         """Return (start, stop, id) of the first special token in a rendered text whose id is in `among`; None if there is none."""
         candidates = set(among)
         for match in self._special_pattern.finditer(text):
-            for token in match.groups():
-                if token is not None and self._special_tokens[token][0] in candidates:
-                    start = text.index(token, match.start())
-                    return start, start + len(token), self._special_tokens[token][0]
+            start, stop = match.span(match.lastindex or 0)
+            if (id_ := self._special_tokens[text[start:stop]][0]) in candidates:
+                return start, stop, id_
         return None
 
     def special_in(self, value: Any) -> str | None:
-        """Return the first special token written out in a string, or in one within a list, tuple or dict's values; None without one."""
+        """Return the first special token written in a string, a list, or a dict's keys, values and JSON `arguments`; None without one."""
         if isinstance(value, str):
             match = self._special_pattern.search(value)
             return None if match is None else match.group().strip()
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        values = value if isinstance(value, (list, tuple)) else ()
+        if isinstance(value, dict):
+            values = [*value, *value.values(), unescaped(value.get("arguments"))]
         return next((token for item in values if (token := self.special_in(item)) is not None), None)
 
     def guard(self, value: Any) -> tuple[Any, str | None]:
@@ -198,7 +199,9 @@ class Vocabulary:
         if self.special_in(value) is None:
             return value, None
         text = json.dumps(value, ensure_ascii=False, default=str)
-        mark = next(mark for mark in MARKS if mark not in text)
+        mark = next((mark for mark in MARKS if mark not in text), None)
+        if mark is None:
+            raise ValueError("the messages hold all of the noncharacters U+FDD0 to U+FDEF: leave one out")
         return self._mark(value, mark), mark
 
     def _mark(self, value: Any, mark: str) -> Any:
@@ -207,7 +210,9 @@ class Vocabulary:
                 value = value.replace(token, token[0] + mark + token[1:])
             return value
         if isinstance(value, dict):
-            return {key: self._mark(item, mark) for key, item in value.items()}
+            if self.special_in(arguments := unescaped(value.get("arguments"))) is not None:
+                value = {**value, "arguments": arguments}
+            return {self._mark(key, mark): self._mark(item, mark) for key, item in value.items()}
         return [self._mark(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
 
