@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from puna.models.generation import AnswerEngine, Engine
     from puna.models.memory.offload import Shelf
-    from puna.models.memory.workload import Work
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.base import Parallel
     from puna.models.transformer import Transformer
@@ -24,6 +23,15 @@ if TYPE_CHECKING:
 Weights = Literal["same", "int8", "fp8"]
 Offload = Literal["none", "host", "disk"]
 AHEAD = 4  # tokens that a draft model speculates per step by default
+
+
+class Work(NamedTuple):
+    """The work to plan: tokens per prompt and answer, number of answers, tokens of the longest prompt with its answer (0: none longer)."""
+
+    prompt: int = 512
+    answer: int = 256
+    answers: int = 64
+    longest: int = 0
 
 
 class ServingSettings(Settings):

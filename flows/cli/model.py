@@ -15,8 +15,7 @@ from puna.flows.cli.inspect import ProjectOption, StoreOption
 from puna.flows.cli.load_engine import load_engine, serving_options
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.server.client import end_with
-from puna.models.memory.workload import Work
-from puna.models.serving import ServingSettings, Weights, guesses
+from puna.models.serving import ServingSettings, Weights, Work, guesses
 from puna.stages.contract import parse
 from puna.stages.conversations import as_text
 from puna.stages.retrieve import passages as retrieved
@@ -166,7 +165,7 @@ def generate(
         ids = _ids(tokenizer, inputs, raw)
         _check_room(engine, max(map(len, ids)), max_tokens)
         answers = _answers(engine, ids, params, searching, requests)
-    _print_answers(tokenizer, list(zip(requests, ids, answers, strict=True)), as_json, searching is not None)
+    _print_answers(tokenizer, list(zip(requests, ids, answers, strict=True)), as_json, searching is not None, raw)
 
 
 def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searching: SearchConfig | None, requests: list[Any]) -> Answers:
@@ -177,11 +176,11 @@ def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searc
     return [[(one.completion, {"drawn": one.tokens, "value": one.value, "tried": one.tried})] for one in answers]
 
 
-def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool) -> None:
+def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool, raw: bool) -> None:
     """Print answers; after a search, unless `as_json`, also print the number of generated tokens on standard error."""
     for prompt, ids, row in rows:
         for answer, cost in row:
-            text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            text = tokenizer.decode_behind(ids if raw else (), answer.tokens)
             whole = {"prompt": prompt, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
             typer.echo(json.dumps({**whole, "read": len(ids), **cost}, ensure_ascii=False) if as_json else text)
     if searched and not as_json:

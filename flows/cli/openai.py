@@ -105,7 +105,11 @@ class Answerer:
             texts = self._check(body, ids, longest)
         params = await self._params(body, max(1, longest), texts)
         scored = None if top is None else self.tokenizer
-        replies = [Reply(kind, self.name, ids, {i: TextStream(self.tokenizer, texts) for i in range(body.n)}, scored) for ids in prompts]
+        replies = []
+        for ids in prompts:
+            behind = ids if kind == "text_completion" else ()  # a completion continues its prompt's text, a chat's answer begins one
+            streams = {i: TextStream(self.tokenizer, texts, behind) for i in range(body.n)}
+            replies.append(Reply(kind, self.name, ids, streams, scored))
         if not body.stream:
             work = asyncio.ensure_future(self._all(body, replies, params, longest, top or 0))
             departure = asyncio.ensure_future(request.receive())  # after the body, only a disconnect message comes

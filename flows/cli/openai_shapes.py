@@ -146,12 +146,14 @@ class Offsets:
     places: list[int] = field(default_factory=list)
     length: int = 0
     parts: list[int] = field(default_factory=list)
+    behind: Sequence[int] = ()  # tokens before `parts` that have a text
 
     def add(self, token: int) -> None:
         self.places.append(self.length)
         self.parts = [*self.parts, token]
-        text = self.tokenizer.decode(self.parts, skip_special_tokens=True)
+        text = self.tokenizer.decode_behind(self.behind, self.parts)
         if not text.endswith("\ufffd") or len(self.parts) == 4:  # a character has four bytes at most
+            self.behind = self.parts if text and not text.endswith("\ufffd") else self.behind
             self.length, self.parts = self.length + len(text), []
 
 
@@ -202,7 +204,7 @@ class Reply:
             tokens, scores = [*self.ids, *tokens], [*self.prompt[1], *scores]
         tokens, scores = tokens[start:], scores[start:]
         return {
-            "tokens": [self.scored.decode([token]) for token in tokens],
+            "tokens": [self.scored.token_text(token) for token in tokens],
             "token_logprobs": [score.logprob for score in scores],
             "top_logprobs": [self._top(*pair) for pair in zip(tokens, scores, strict=True)] if any(one.top for one in scores) else None,
             "text_offset": self.offsets[number].places[-len(tokens) :],
@@ -212,7 +214,7 @@ class Reply:
         """Return a chat token's text, log-prob and bytes; a special token has no bytes."""
         assert self.scored is not None
         spelling = self.scored.token_bytes(token)
-        return {"token": self.scored.decode([token]), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
+        return {"token": self.scored.token_text(token), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
         """Return text → log-prob of the likeliest tokens and the token itself; for equal texts, the highest. None without a log-prob."""
@@ -220,7 +222,7 @@ class Reply:
             return None
         top: dict[str, float] = {}
         for other, logprob in [*score.top, (token, score.logprob)]:
-            top.setdefault(self.scored.decode([other]), logprob)
+            top.setdefault(self.scored.token_text(other), logprob)
         return top
 
     def usage(self) -> dict[str, int]:
@@ -256,7 +258,8 @@ class Reply:
 
     def _chunk(self, **fields: Any) -> str:
         kind = "chat.completion.chunk" if self.kind.startswith("chat") else self.kind
-        return f"data: {json.dumps({**self.head, 'object': kind, **fields}, ensure_ascii=False)}\n\n"
+        # In ASCII, because many clients also split lines at U+0085 and U+2028.
+        return f"data: {json.dumps({**self.head, 'object': kind, **fields})}\n\n"
 
 
 def whole(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DERIVED = ".rotary_emb.inv_freq"  # end of names of tensors that old checkpoints hold, as Llama 2's, and that config.json determines
 
 
 class Entry(NamedTuple):
@@ -199,7 +200,8 @@ def _read_tensors(folder: Path, dtype: torch.dtype | None, device: torch.device 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
 
-    return {key: place(file.get_tensor(key)) for _, file in weight_files(folder) for key in file.keys()}  # noqa: SIM118  no mapping
+    names = ((file, key) for _, file in weight_files(folder) for key in file.keys() if not key.endswith(DERIVED))  # noqa: SIM118  no mapping
+    return {key: place(file.get_tensor(key)) for file, key in names}
 
 
 def entries(path: Path) -> dict[str, Entry]:
@@ -209,7 +211,7 @@ def entries(path: Path) -> dict[str, Entry]:
         header: dict[str, Any] = json.loads(file.read(size))
     tensors = {}
     for name, one in header.items():
-        if name == "__metadata__":
+        if name == "__metadata__" or name.endswith(DERIVED):
             continue
         if one["dtype"] not in DTYPES:
             raise ValueError(f"{path}: {name} is {one['dtype']}; weights that stay on disk are {', '.join(DTYPES)}")

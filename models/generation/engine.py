@@ -317,7 +317,7 @@ class Engine:
     def _stops(self, answer: Answer) -> bool:
         """True if the answer's text contains a stop text. Each call decodes the last token."""
         assert self.tokenizer is not None
-        stream = answer.stream = answer.stream or TextStream(self.tokenizer)
+        stream = answer.stream = answer.stream or TextStream(self.tokenizer, context=answer.request.prompt)
         text = answer.tail + stream.add(answer.tokens[-1])
         answer.tail = text[-max(map(len, answer.request.stop_texts)) :]
         return any(stop in text + stream.rest for stop in answer.request.stop_texts)

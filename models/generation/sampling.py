@@ -132,10 +132,10 @@ def cut(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
 def _likeliest(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """Return probabilities and ids of the tokens that each row keeps, likeliest first; other probabilities are zero."""
     V = p_SV.shape[-1]
-    limits = zip(*((min(row.top_k, V), row.top_p, row.min_p) for row in cuts), strict=True)
+    limits = zip(*((row.top_k if row.top_k < V else 0, row.top_p, row.min_p) for row in cuts), strict=True)
     top_k, top_p, min_p = (torch.tensor(limit, device=p_SV.device)[:, None] for limit in limits)
     top_k = torch.where(top_k == 0, V, top_k)
-    size = min(NUCLEUS, V)
+    size = min(max([NUCLEUS, *(row.top_k + 1 for row in cuts if row.top_k < V)]), V)  # top-p is a share of all of the top k
     while True:
         p, order = p_SV.topk(size, sorted=True)
         p = p.double() * (torch.arange(size, device=p.device) < top_k)

@@ -21,8 +21,8 @@ from puna.models.config import ModelConfig
 from puna.models.machine import best_seconds
 from puna.models.memory.offload import Level, Shell, Source
 from puna.models.memory.streams import Buffer
-from puna.models.memory.workload import Work
 from puna.models.parameters import matrix_parameters
+from puna.models.serving import Work
 from puna.models.transformer import rotary_table
 
 STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -230,10 +230,15 @@ def _as_object(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
 def _as_text(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def unescaped(arguments: Any) -> Any:
+    """Return a tool call's arguments in JSON text with escapes spelled out, which may hide special tokens; others unchanged."""
+    return _as_text(_as_object(arguments)) if isinstance(arguments, str) and "\\" in arguments else arguments

@@ -19,6 +19,7 @@ from puna.models.tokens.chat import ChatError, ChatFormat, Row
 from puna.models.tokens.template import CHATML, LLAMA3, Message, Template, TemplateError
 from puna.models.tokens.tokenizer_files import SAMPLING, TokenizerError, read_files
 from puna.models.tokens.tokenizer_trial import WORDS
+from puna.models.tokens.vocabulary import CONTEXT
 
 __all__ = ["CHATML", "ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
 
@@ -132,12 +133,13 @@ class Tokenizer(ChatFormat):
 
 class TextStream:
     """A decoder of a stream of tokens. It returns text once the text is final: whole characters that cannot belong to a stop string.
-    `rest`: the text that is not final yet."""
+    `context`: the tokens whose text the stream continues. `rest`: the text that is not final yet."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._read = 0  # leading tokens that serve as context: a token decoded alone may lose its leading space
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+        self._tokenizer, self._stop, tail = tokenizer, tuple(stop), [*context[-CONTEXT:]]
+        # The context may end within a character.
+        self._tokens = [] if tokenizer.decode(tail, skip_special_tokens=True).endswith("\ufffd") else tail
+        self._read = len(self._tokens)  # leading tokens that serve as context: a token decoded alone may lose its leading space
         self.rest, self._held, self._given = "", "", 0  # decoded text not yet returned; number of returned characters of the current text
 
     def add(self, token: int, last: bool = False) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tokenizers
 
+from puna.models.tokens.template import unescaped
 from puna.models.tokens.tokenizer_trial import Trial, steps_of
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode's noncharacters, which no text should hold
@@ -23,6 +24,7 @@ Encoded = tuple[list[int], list[Span]]  # ids of tokens, and each one's characte
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""
+CONTEXT = 8  # number of tokens before a text that are decoded with it
 LONG = 1 << 14  # number of characters above which a text is encoded without blocking other threads
 
 
@@ -79,17 +81,31 @@ class Vocabulary:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def decode_behind(self, context: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of ids that continue the text of `context`; decoded alone, a token may lose its leading space."""
+        tail = [*context[-CONTEXT:]]
+        return self.decode([*tail, *ids], skip_special_tokens=True)[len(self.decode(tail, skip_special_tokens=True)) :]
+
     def token_bytes(self, id_: int) -> bytes | None:
         """Return the bytes that a token decodes to after other text; None for a special token."""
         if id_ in self.special:
             return None
-        before, piece = self.encode("a"), self.token(id_)
-        text = self.decode([*before, id_])[len(self.decode(before)) :]
+        piece, text = self.token(id_), self.decode_behind(self._letter, [id_])
         if "\ufffd" in text and (code := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
             return bytes.fromhex(code[1])
         if "\ufffd" in text and set(piece) <= BYTES.keys():
             return bytes(BYTES[character] for character in piece)
         return text.encode()
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        """Return the ids of a text that any token may follow."""
+        return self.encode("a")
+
+    def token_text(self, id_: int) -> str:
+        """Return the text that a token adds to other text; of a special token, the token itself."""
+        spelling = self.token_bytes(id_)
+        return self.token(id_) if spelling is None else spelling.decode(errors="replace")
 
     @cached_property
     def _reader(self) -> tokenizers.Tokenizer:
@@ -110,7 +126,7 @@ class Vocabulary:
     @cached_property
     def _by_context(self) -> bool:
         """True if the start of a text is encoded differently from its middle, as with SentencePiece's dummy prefix."""
-        alone, behind = self.encode("a"), self.encode("\na")
+        alone, behind = self._letter, self.encode("\na")
         return behind[-len(alone) :] != alone
 
     def encode_markup(self, text: str, mark: str | None = None) -> Encoded:
@@ -124,8 +140,7 @@ class Vocabulary:
         start = 0
         for match in self._special_pattern.finditer(text):
             self._append(text[start : match.start()], start, mark, ids, spans)
-            token = next(group for group in match.groups() if group is not None)
-            ids.append(self._special_tokens[token][0])
+            ids.append(self._special_tokens[match[match.lastindex or 0]][0])
             spans.append(match.span())
             start = match.end()
         self._append(text[start:], start, mark, ids, spans)
@@ -164,18 +179,19 @@ class Vocabulary:
         """Return (start, stop, id) of the first special token in a rendered text whose id is in `among`; None if there is none."""
         candidates = set(among)
         for match in self._special_pattern.finditer(text):
-            for token in match.groups():
-                if token is not None and self._special_tokens[token][0] in candidates:
-                    start = text.index(token, match.start())
-                    return start, start + len(token), self._special_tokens[token][0]
+            start, stop = match.span(match.lastindex or 0)
+            if (id_ := self._special_tokens[text[start:stop]][0]) in candidates:
+                return start, stop, id_
         return None
 
     def special_in(self, value: Any) -> str | None:
-        """Return the first special token written out in a string, or in one within a list, tuple or dict's values; None without one."""
+        """Return the first special token written in a string, a list, or a dict's keys, values and JSON `arguments`; None without one."""
         if isinstance(value, str):
             match = self._special_pattern.search(value)
             return None if match is None else match.group().strip()
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        values = value if isinstance(value, (list, tuple)) else ()
+        if isinstance(value, dict):
+            values = [*value, *value.values(), unescaped(value.get("arguments"))]
         return next((token for item in values if (token := self.special_in(item)) is not None), None)
 
     def guard(self, value: Any) -> tuple[Any, str | None]:
@@ -183,7 +199,9 @@ class Vocabulary:
         if self.special_in(value) is None:
             return value, None
         text = json.dumps(value, ensure_ascii=False, default=str)
-        mark = next(mark for mark in MARKS if mark not in text)
+        mark = next((mark for mark in MARKS if mark not in text), None)
+        if mark is None:
+            raise ValueError("the messages hold all of the noncharacters U+FDD0 to U+FDEF: leave one out")
         return self._mark(value, mark), mark
 
     def _mark(self, value: Any, mark: str) -> Any:
@@ -192,7 +210,9 @@ class Vocabulary:
                 value = value.replace(token, token[0] + mark + token[1:])
             return value
         if isinstance(value, dict):
-            return {key: self._mark(item, mark) for key, item in value.items()}
+            if self.special_in(arguments := unescaped(value.get("arguments"))) is not None:
+                value = {**value, "arguments": arguments}
+            return {self._mark(key, mark): self._mark(item, mark) for key, item in value.items()}
         return [self._mark(item, mark) for item in value] if isinstance(value, (list, tuple)) else value
 
 

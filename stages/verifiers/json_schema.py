@@ -47,7 +47,7 @@ class JsonSchema(Verifier):
         except SchemaError as error:
             raise ValueError(f"json_schema{_place(error)}: {error.message[:300]}") from error
         if broken := _unresolved_reference(self.json_schema, self.validator):
-            raise ValueError(f"json_schema: $ref {broken!r} leads nowhere: nothing is fetched, so give it below $defs")
+            raise ValueError(f"json_schema: $ref {broken!r} leads to no schema: nothing is fetched, so give it below $defs")
         checkers = self.validator.format_checker.checkers
         if unknown := sorted(set(_formats(self.json_schema)) - set(checkers)):
             raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; there are {', '.join(sorted(checkers))}")
@@ -92,7 +92,7 @@ def _place(error: Any) -> str:
 
 
 def _unresolved_reference(schema: Any, validator: Any) -> str | None:
-    """Return the first `$ref` that points neither into the schema nor to a draft; parts with an `$id` are not checked."""
+    """Return the first `$ref` that points to no schema in the schema or of a draft; parts with an `$id` are not checked."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, specification_with
@@ -107,8 +107,10 @@ def _unresolved_reference(schema: Any, validator: Any) -> str | None:
             reference = part.get("$ref")
             if isinstance(reference, str):
                 try:
-                    resolver.lookup(reference)
+                    target = resolver.lookup(reference).contents
                 except Unresolvable:
+                    return reference
+                if not isinstance(target, dict | bool):
                     return reference
         parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         return next((broken for value in parts if (broken := first(value, True)) is not None), None)

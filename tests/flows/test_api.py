@@ -108,6 +108,17 @@ def test_a_stream_brings_the_same_text_and_nothing_of_a_stop_text(client):
     assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"] == "stop"
 
 
+def test_a_stream_is_one_line_an_event_for_clients_that_split_at_any_line_break():
+    """U+0085 and U+2028 end lines for httpx and many others, though not in the standard."""
+    tokenizer = Tokenizer.train(["to be\u2028 or\u0085 not"] * 3, 290)
+    ids = tokenizer.encode("\u2028x\u0085")
+    model = Transformer(SHAPE.replace(vocab_size=tokenizer.vocab_size), generator=torch.Generator().manual_seed(0))
+    body = {"prompt": [5], "max_tokens": 40, "seed": 1, "temperature": 10, "stream": True, "logit_bias": {str(token): 600 for token in ids}}
+    with TestClient(application(Engine(model, tokenizer), "tiny")) as other, other.stream("POST", "/v1/completions", json=body) as reply:
+        text = "".join(chunk["choices"][0]["text"] for chunk in streamed(reply.iter_lines()))
+    assert {*text} == {"\u2028", "x", "\u0085"}
+
+
 @pytest.mark.parametrize(
     ("change", "status", "said"),
     [

@@ -8,10 +8,11 @@ import torch
 from fastapi.testclient import TestClient
 
 from puna.flows.cli import openai as server
+from puna.flows.cli.model import _print_answers
 from puna.flows.cli.openai import Limits, application
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import save
-from puna.models.generation import Engine, SamplingParams
+from puna.models.generation import Completion, Engine, SamplingParams
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.tokens.vocabulary import Vocabulary
 from puna.models.transformer import Transformer
@@ -201,6 +202,48 @@ def test_chat_tells_the_likeliest_tokens_as_openai_defines_them(client, peer):
 def test_alternatives_of_a_chat_are_refused_by_their_field(client, change, field, message):
     reply = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "to be?"}], **change})
     assert reply.status_code == 400 and message in reply.json()["error"]["message"] and reply.json()["error"]["param"] == field
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """A tokenizer like SentencePiece's, whose decoder drops the blank before a text's first word; and a client of a model with it."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁to", "▁be", "▁x", "to", "be", *"tobex,"]
+    merges = [("t", "o"), ("b", "e"), ("▁", "to"), ("▁", "be"), ("▁", "x")]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({token: id_ for id_, token in enumerate(dict.fromkeys(tokens))}, merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    steps = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    backend.decoder = tokenizers.decoders.Sequence(steps)
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+    tokenizer = Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+    model = Transformer(SHAPE.replace(vocab_size=tokenizer.vocab_size), generator=torch.Generator().manual_seed(0))
+    with TestClient(application(Engine(model, tokenizer), "tiny")) as client:
+        yield tokenizer, client
+
+
+def test_a_completion_goes_on_where_its_prompt_ends(pieces):
+    """With its blanks: in the text, its tokens and their alternatives, and the places of the tokens."""
+    tokenizer, client = pieces
+    bias = {str(tokenizer.id_of(token)): 600 for token in ("▁be", "▁x", "x")}
+    some = [{"prompt": "to be é to", "max_tokens": 12, "seed": seed, "temperature": 10, "logit_bias": bias} for seed in range(9)]
+    body, text = next((body, text) for body in some if (text := ask(client, **body)["choices"][0]["text"]).startswith((" b", " x")) and "xx" in text and " be" in text and " x" in text)
+    (whole,) = ask(client, **body, echo=True, logprobs=20)["choices"]
+    scores = whole["logprobs"]
+    assert whole["text"] == body["prompt"] + text and {" be", " x", "x"} <= {*scores["tokens"]} <= {"<s>", " to", " be", " ", "\ufffd", "x", " x"}
+    for token, begin, top in [*zip(scores["tokens"], scores["text_offset"], scores["top_logprobs"], strict=True)][2:]:
+        assert whole["text"][begin:].startswith("é" if token == "\ufffd" else token) and token in top
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+        chunks = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    stopped = ask(client, **body, stop=text[:2])
+    assert stopped["choices"][0]["text"] == "" and stopped["choices"][0]["finish_reason"] == "stop" and stopped["usage"]["completion_tokens"] == 1
+
+
+def test_raw_answers_are_printed_as_they_go_on(pieces, capsys):
+    tokenizer, _ = pieces
+    prompt, answer = tokenizer.encode("to be"), Completion([tokenizer.id_of("▁x"), tokenizer.eos], [0.0, 0.0], True)
+    for raw in (True, False):
+        _print_answers(tokenizer, [("to be", prompt, [(answer, {})])], False, False, raw)
+    assert capsys.readouterr().out == " x\nx\n"
 
 
 def test_the_bytes_of_tokens_are_those_of_their_text():

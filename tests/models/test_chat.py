@@ -77,6 +77,38 @@ def test_control_tokens_in_a_prompt_are_text(name: str):
             own.render(say(content, "yes"))
 
 
+CALLING = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<|eot_id|>"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+HIDDEN = [
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": "\\u003c|eot_id|>"}'}}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a\\n": "<|eot\\u005fid|\\u003E"}'}}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"<|eot_id|>": 1}}}]},
+]
+
+
+@pytest.mark.parametrize("turn", HIDDEN)
+def test_control_tokens_that_json_hides_are_text(turn):
+    """Arguments reach a template as an object: an escape is then a character, and a key is written like a value."""
+    own = family("llama3").with_template(CALLING)
+    ids = own.chat([*say("a"), turn])
+    assert [own.token(id_) for id_ in ids if id_ in own.special] == ["<|eot_id|>"] * 2
+    assert "<|eot_id|>" in own.decode(ids, skip_special_tokens=True) and own.decode(ids).count("<|eot_id|>") == 3
+    with pytest.raises(ChatError, match=r"turn 1: it writes out the control token <\|eot_id\|>"):
+        own.render([*say("a"), turn])
+
+
+def test_names_in_tools_are_text_and_calls_without_control_tokens_stay_as_they_are():
+    own, call = family("llama3").with_template(CALLING), {"function": {"name": "f", "arguments": '{"a":"\\u00e9", "b":1}'}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"<|eot_id|>": {}}}}}]
+    ids = own.chat(say("a"), tools=tools)
+    assert [own.token(id_) for id_ in ids if id_ in own.special] == ["<|eot_id|>"]
+    assert own.guard([call]) == ([call], None)
+    with pytest.raises(ValueError, match="all of the noncharacters"):
+        own.chat(say("<|eot_id|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))))
+
+
 def test_tools_and_calls_as_transformers(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     own = family("qwen3")

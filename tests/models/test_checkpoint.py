@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.formats.checkpoint import CheckpointError, load, read_config, save
+from puna.models.memory.offload import Source, offload_layers
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 
@@ -78,6 +79,19 @@ def test_we_read_what_transformers_writes_sharded(tmp_path, dtype):
     assert ours.lm_head.weight.dtype == torch.float32
     expected = theirs.float()(input_ids=TOKENS[None]).logits[0]
     assert (logits(ours) - expected).abs().max() <= 2e-5
+
+
+def test_tables_that_follow_from_the_configuration_are_passed_over(tmp_path):
+    """Old checkpoints, such as Llama 2's, hold each layer's rotary frequencies; transformers passes over them, too."""
+    model = build()
+    save(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), **{f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(2)}}, file, {"format": "pt"})
+    again = load(tmp_path)
+    streamed, _ = offload_layers(Source(tmp_path, torch.float32), "disk", 2, torch.device("cpu"))
+    assert torch.equal(logits(again), logits(model))
+    with torch.inference_mode():
+        torch.testing.assert_close(logits(streamed), logits(model))
 
 
 def test_reads_the_older_place_of_the_rotary_base(tmp_path):

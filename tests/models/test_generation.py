@@ -16,7 +16,7 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.cache import Cache
 from puna.models.generation.dense import loops
 from puna.models.generation.draft import DraftedEngine, accept_guesses, distribution
-from puna.models.generation.sampling import Draw, draw
+from puna.models.generation.sampling import Draw, cut, draw
 from puna.models.generation.schedule import Lookup
 from puna.models.generation.step import run
 from puna.models.tokens.tokenizer import Tokenizer
@@ -416,6 +416,16 @@ def test_cuts_keep_the_likeliest_and_logprobs_stay_the_models(monkeypatch, size,
     torch.testing.assert_close(whole, torch.tensor([[kept.get(token, 0.0) for token in range(4)], [0.1, 0.4, 0.2, 0.3], [0.0, 1.0, 0.0, 0.0]]))
     if "temperature" not in params:
         assert said == pytest.approx(p, abs=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [127, 128, 200])
+def test_top_p_is_a_share_of_all_that_top_k_leaves(top_k):
+    """The first 128 tokens hold the nucleus, and the share of the rest of the top k counts, too: as in transformers."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3.2 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    expected = TopPLogitsWarper(0.6)(None, TopKLogitsWarper(top_k)(None, logits.clone())).softmax(-1)
+    torch.testing.assert_close(cut(logits.softmax(-1), [SamplingParams(top_k=top_k, top_p=0.6)] * 4), expected)
 
 
 def test_shifts_change_the_draw_and_not_the_logprobs():

@@ -12,7 +12,7 @@ from puna.models.config import ModelConfig, Moe, RopeScaling
 from puna.models.forest import Forest
 from puna.models.formats.checkpoint import CheckpointError, load, load_with_tokenizer, save
 from puna.models.formats.gguf.files import write
-from puna.models.formats.gguf.layout import permute, unpermute
+from puna.models.formats.gguf.layout import permute, raw_config, unpermute
 from puna.models.formats.gguf.vocabulary import tokenizer_fields
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
@@ -86,6 +86,17 @@ def test_yarn_is_refused(tmp_path: Path):
     model, tokenizer = built("llama3", rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
     with pytest.raises(ValueError, match="rope_scaling yarn is not written to GGUF"):
         write(tmp_path / "model.gguf", model.config, model.state_dict(), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [({"rope.scaling.factor": 4.0}, 4.0), ({"rope.scale_linear": 2.0}, 2.0), ({"rope.scaling.factor": 4.0, "rope.scaling.type": "linear"}, 4.0), ({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"}, None), ({"rope.scaling.type": "linear"}, None), ({}, None)],
+)
+def test_the_scaling_of_positions_is_llama_cpps(fields: dict[str, object], factor: float | None):
+    """llama.cpp takes a factor without a type for linear, and knows an older name of it."""
+    sizes = {"general.architecture": "llama", "embedding_length": 8, "block_count": 1, "attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    rope = raw_config({**sizes, **fields}, {}, 16, None)["rope_parameters"]
+    assert (rope.get("factor"), rope["rope_type"]) == (factor, "default" if factor is None else "linear")
 
 
 def test_experts(tmp_path: Path):

@@ -75,16 +75,17 @@ def raw_config(fields: Mapping[str, Any], names: Container[str], vocabulary: int
 
 def _rope(fields: Mapping[str, Any], frequencies: Tensor | None, head: int) -> dict[str, Any]:
     theta = number(fields.get("rope.freq_base", 10000.0))
-    kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor")
+    # As in llama.cpp: a factor without a type is linear; `rope.scale_linear` is an older name.
+    kind, factor = fields.get("rope.scaling.type", "linear"), fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
     if frequencies is not None:
         for scale in LLAMA3_FACTORS:
             if torch.allclose(llama3_frequencies(theta, head, scale, 1.0, 4.0, 8192), frequencies, rtol=1e-4):
                 names = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
                 return {"rope_type": "llama3", "rope_theta": theta, "factor": scale, **names}
         raise ValueError("rope_freqs scales the rotary frequencies differently from Llama 3.1")
-    if kind == "linear":
+    if kind == "linear" and factor:
         return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}
-    if kind != "none":
+    if kind not in ("none", "linear"):
         raise ValueError(f"rope.scaling.type = {kind!r} is not supported (only 'none' and 'linear')")
     return {"rope_type": "default", "rope_theta": theta}
 
