@@ -169,7 +169,9 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
             listed = _own_words(language, documents["id"])
         results = measure(documents["text"], config.coverage_n, config.line_coverage, listed)
-        check_against_definitions(results, documents["text"].filter(pc.invert(over)))
+        # The definition of `stop_words` is for texts of unknown language; texts with a list of their own, or none, cannot be compared.
+        comparable = np.array(pc.invert(over)) if listed is None else np.array(pc.invert(over)) & (listed.of == ANY_LIST)
+        check_against_definitions(results, documents["text"].filter(pa.array(comparable)))
         results.values[np.array(over)] = np.nan
         table = _table(documents["id"], languages, results)
         if config.c4_lines:

@@ -16,6 +16,7 @@ from puna.kernels.text.characters import SYMBOL, TERMINAL, tables
 from puna.kernels.text.words import split
 from puna.stages.contract import execute
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.signals import divergence as divergences
 from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, Tally, expected_at
@@ -347,3 +348,17 @@ def test_a_text_beyond_its_budget_is_dropped_as_failed(tmp_path, make_documents)
         kept = execute(select, SelectConfig(), {"documents": documents, "signals": [signals]}, store)
         dropped = {found["id"]: (found["rule"], found["detail"]) for found in kept.read("dropped").to_pylist()}
         assert dropped["b"] == ("failed", "heuristics: the text is longer than 1024 bytes")
+
+
+def test_text_without_a_language_is_measured_and_judged_as_it_stands(tmp_path, make_documents):
+    """Programs, numbers and signs alone: no stop words to count, and no reason to keep what English would not."""
+    store, program = Store.open(tmp_path), "def f(x):\n    return [x + 1]\n\nfor i in range(10):\n    print(f(i))\n" * 20
+    rows = [("a", "code", program), ("b", "code", "x = 1\n"), ("c", "web", "1 2 3 4 5"), ("d", "web", "!!! ??? *** ---"), ("e", "web", program)]
+    given_ = {"documents": make_documents(store, rows)}
+    given_["language"] = execute(language, LanguageConfig(), given_, store)
+    assert set(given_["language"].read()["language"].to_pylist()) == {"zxx"}
+    measured = execute(heuristics, HeuristicsConfig(), given_, store)
+    assert measured.read()["stop_words"].null_count == len(rows)
+    made = execute(select, SelectConfig(), {"documents": given_["documents"], "signals": [given_["language"], measured]}, store)
+    dropped = {row["id"]: row["rule"] for row in made.read("dropped").to_pylist()}
+    assert dropped == {"b": "code.min_words", "c": "gopher_quality.min_words", "d": "gopher_repetition.max_top_2gram", "e": "code_reasoning.max_repeated_line_characters"}

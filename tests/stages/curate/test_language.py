@@ -180,8 +180,9 @@ def test_the_stage_writes_one_row_per_document_and_spares_code(tmp_path):
     languages = made.read("languages").to_pylist()
     assert [(row["language"], row["script"], row["documents"]) for row in languages] == [("es", "Latn", 1), ("zxx", "Zyyy", 2)]
     assert "de" in languages[0]["stop_words"].split() and languages[0]["words_factor"] is not None
-    # There is no basis for rules on words where there is no language.
-    assert languages[1]["stop_words"] is None and languages[1]["mean_word_length_factor"] is None
+    # A text without a language has no stop words, and thresholds as they stand.
+    assert languages[1]["stop_words"] is None and languages[1]["stop_word_fraction_factor"] is None
+    assert languages[1]["words_factor"] == languages[1]["mean_word_length_factor"] == 1.0
 
 
 # A sentence each, written for this test: languages that lid.176 alone does not know, or confuses.
