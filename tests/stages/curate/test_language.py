@@ -267,6 +267,15 @@ def test_languages_that_the_user_groups_count_together_in_the_vote():
 
 
 @pytest.mark.parametrize(
+    ("factors", "said"),
+    [({"wordz": 0.5}, "'wordz' is no signal with factors"), ({"words": -1.0}, "words is -1; a factor lies between 0"), ({"words": float("nan")}, "words is nan")],
+)
+def test_a_wrong_factor_of_ones_own_is_refused(factors, said):
+    with pytest.raises(ValueError, match=said):
+        LanguageConfig(rows=[{"language": "de", "script": "Latn", "factors": factors}])
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("language\tscrpt\nde\tLatn\n", "there is no column 'scrpt'"),
