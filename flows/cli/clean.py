@@ -121,7 +121,7 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
         fields = sniff(external)
         if fields is None or reading.keys() & {"text_column", "html_column"} or external.name in inputs:
             continue
-        own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url else {})
+        own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url not in (None, "url") else {})
         inputs[external.name] = own
         address = f"its address {fields.url}" if fields.url else "no field with an address"
         time = f"its time {fields.date}" if fields.date else "no field with a time"

@@ -70,7 +70,7 @@ class IngestConfig(StageConfig):
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Maximum size of a page that is kept, bytes")
     text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b reaches into a structure")
     html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML, which is then read instead of text")
-    url_column: str | None = Field(None, min_length=1, description="Field with the address; default: `url`, else the row's place")
+    url_column: str | None = Field(None, min_length=1, description="Field with the address; default: `url`. Null: the row's place")
     date_column: str | None = Field(None, min_length=1, description="Field with the time of fetching; default: a usual name, else 1970")
     inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Name of an input → fields, if they differ")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a data set on the hub")

@@ -486,6 +486,8 @@ def test_parquet(tmp_path):
     assert {r.as_py() for r in made.read()["fetched_at"]} == {datetime(1970, 1, 1, tzinfo=UTC), datetime(2020, 1, 2, tzinfo=UTC)}
     asked = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(date_column="date"))
     assert rules(asked) == ["malformed_record", "not_a_page"]  # not a date; no text
+    named = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(url_column="url"))
+    assert named.read()["url"].to_pylist() == made.read()["url"].to_pylist()  # a null address costs no document
 
 
 def test_hostile_lines_cost_only_themselves(tmp_path):
@@ -662,6 +664,17 @@ def test_a_table_of_text(tmp_path, ending, before, delimiter):
     assert found == {f"https://x.org/{n}": text for n, text in enumerate(texts)}
     (dropped,) = made.read("dropped").to_pylist()
     assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 5: has 1 cells, the line of names has 2")
+
+
+@pytest.mark.parametrize(("ending", "delimiter"), [("csv", ","), ("tsv", "\t")])
+def test_rows_behind_a_quote_that_is_not_closed_are_told(tmp_path, ending, delimiter):
+    rows = [f"{n}{delimiter}page number {n}" for n in range(30)]
+    rows[5], rows[20] = f'5{delimiter}"An open quote', f'20{delimiter}He said "yes" to it'
+    (tmp_path / f"t.{ending}").write_text(f"id{delimiter}text\n" + "\n".join(rows) + "\n")
+    made = read(tmp_path, tmp_path / f"t.{ending}")
+    (dropped,) = made.read("dropped").to_pylist()
+    assert made.rows() == 14 and "row 6: cannot be read" in dropped["detail"]
+    assert dropped["detail"].endswith("; 16 lines from line 7 on are passed over: a quote is not closed")
 
 
 def test_one_array_of_json(tmp_path):
