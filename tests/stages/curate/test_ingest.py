@@ -677,6 +677,12 @@ def test_rows_behind_a_quote_that_is_not_closed_are_told(tmp_path, ending, delim
     assert dropped["detail"].endswith("; 16 lines from line 7 on are passed over: a quote is not closed")
 
 
+def test_fields_of_an_input_that_is_not_there_are_refused(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(PunaError, match="ingest.inputs names 'news', and no input has this name; they are t"):
+        read(tmp_path, tmp_path / "t.jsonl", config=IngestConfig(inputs={"news": {"text": "body"}}))
+
+
 def test_one_array_of_json(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "x"}, 3, {"text": "y"}]')
     made = read(tmp_path, tmp_path / "a.json")
