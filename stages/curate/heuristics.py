@@ -58,7 +58,7 @@ class HeuristicsConfig(SeededConfig):
     """Settings of the measurement. The thresholds are settings of `select`."""
 
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, words")
-    line_coverage: float = Field(0.5, ge=0, le=1, description="Minimum share of a line's words in repeated n-grams, for line_signals")
+    line_coverage: float = Field(0.5, ge=0, le=0.5, description="Minimum share of a line's words in repeated n-grams, for line_signals")
     c4_lines: bool = Field(False, description="Write the table c4_lines, a row for each line, for C4's rules on lines")
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
     max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum length of a measured document, bytes of UTF-8")

@@ -17,6 +17,7 @@ from puna.kernels.text.words import split
 from puna.stages.contract import execute
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.language import LanguageConfig, language
+from puna.stages.curate.rules.groups import LineRules
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.signals import divergence as divergences
 from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, Tally, expected_at
@@ -329,6 +330,15 @@ def test_languages_are_compared_with_themselves(tmp_path, make_documents):
         store,
     )
     assert few.read()["token_kl"].to_pylist()[-10:] == [None] * 10
+
+
+def test_all_lines_that_select_may_remove_are_reported():
+    """The largest bound of the one stage is the least bound of the other."""
+    assert HeuristicsConfig(line_coverage=0.5).line_coverage == LineRules(max_ngram_coverage=0.5).max_ngram_coverage
+    with pytest.raises(ValueError, match="line_coverage"):
+        HeuristicsConfig(line_coverage=0.51)
+    with pytest.raises(ValueError, match="max_ngram_coverage"):
+        LineRules(max_ngram_coverage=0.49)
 
 
 def test_no_documents(tmp_path, make_documents):
