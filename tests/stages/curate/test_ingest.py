@@ -27,7 +27,7 @@ from puna.stages.contract import External, execute, external
 from puna.stages.curate import ingest as stages_ingest
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.reading import warc, warc_frames
-from puna.stages.reading.dates import moment
+from puna.stages.reading.dates import microseconds, moment
 from puna.stages.reading.field_detection import sniff
 from puna.stages.reading.files import Unpacking
 from puna.stages.reading.pages import Page, Rejected
@@ -261,6 +261,18 @@ def test_no_more_of_a_file_or_line_is_unpacked_than_a_page_may_have(tmp_path):
 @pytest.mark.parametrize("value", [-9e13, 9e13, "0001-01-01T00:00:00+14:00", datetime(1, 1, 1), datetime(9999, 12, 31), float("nan")])
 def test_dates_that_no_table_holds_are_none(value):
     assert moment(value) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (20240131, "2024-01-31"), ("20240131", "2024-01-31"), (20240131120506, "2024-01-31T12:05:06"), (" 20240131120506", "2024-01-31T12:05:06"),
+        ("1700000000", "2023-11-14T22:13:20"), ("1700000000000", "2023-11-14T22:13:20"), (1700000000, "2023-11-14T22:13:20"),
+        ("20241301", None), (20240131126000, None),
+    ],
+)  # fmt: skip
+def test_dates_and_times_in_digits_alone(value, expected):
+    assert moment(value) == (expected and microseconds(datetime.fromisoformat(expected)))
 
 
 def test_links_and_special_files_are_refused_by_name(tmp_path):
