@@ -121,7 +121,7 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
         fields = sniff(external)
         if fields is None or reading.keys() & {"text_column", "html_column"} or external.name in inputs:
             continue
-        own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url else {})
+        own = {"html" if fields.html else "text": fields.page} | ({"url": fields.url} if fields.url not in (None, "url") else {})
         inputs[external.name] = own
         address = f"URL in {fields.url}" if fields.url else "no field with a URL"
         time = f"date in {fields.date}" if fields.date else "no field with a date"

@@ -195,6 +195,9 @@ BOMS = (
 )  # fmt: skip
 WIDE_MARKS = tuple(mark for mark, name in BOMS if name != "utf-8")
 BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}  # how HTML begins in characters of two bytes without a mark
+HIGH = bytes(range(0x80, 0x100))  # bytes that are not ASCII
+SOUND = 9  # minimum sound characters beyond ASCII for each broken one in UTF-8; text in other encodings has fewer than one
+BROKEN = re.compile("[\udcc2-\udcf4][\udc80-\udcbf]+|[\udc80-\udcff]")  # bytes that are not UTF-8, as Python escapes them
 
 
 def utf8(body: bytes, charset: str | None) -> bytes:
@@ -204,8 +207,8 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
-    """Return the text of a page. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; valid UTF-8,
-    whatever the server says (other encodings are seldom valid UTF-8 by chance); the server's header; with `html`, the page; detection."""
+    """Return the text of a page. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; UTF-8 with
+    few broken characters, whatever the server says (others are seldom UTF-8 by chance); its header; with `html`, the page; detection."""
     return _decode(body, charset, html)[0]
 
 
@@ -230,8 +233,24 @@ def _decode(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
         text = None
     if text is not None and not (text.isascii() and b"\x1b$" in body):
         return text, True
+    if text is None and (text := _of_broken(body)) is not None:
+        return text, False
     encoding = declared if declared and declared != "utf-8" else detect_encoding(body, from_html_meta=html)
     return bytes_to_str(body, encoding or "utf-8", errors="replace"), False
+
+
+def _of_broken(body: bytes) -> str | None:
+    """Return the text of a page in UTF-8 with broken characters; None if they are so many that the page is in another encoding."""
+    text = body.decode("utf-8", "surrogateescape")
+    broken = BROKEN.findall(text)
+    sound = len(text) - len(body.translate(None, HIGH)) - sum(map(len, broken))
+    return BROKEN.sub(_meant, text) if sound >= SOUND * len(broken) else None
+
+
+def _meant(broken: re.Match[str]) -> str:
+    """Return the Windows-1252 character of a lone byte, or U+FFFD for a part of a character."""
+    lone = len(broken[0]) == 1 and broken.end() < len(broken.string)
+    return bytes([ord(broken[0]) - 0xDC00]).decode("cp1252", "replace") if lone else "\ufffd"
 
 
 @functools.lru_cache(maxsize=1000)

@@ -46,6 +46,16 @@ class LanguageRow(BaseModel):
     def _lower(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(word.lower() for word in words)
 
+    @field_validator("factors")
+    @classmethod
+    def _are_factors(cls, factors: Mapping[str, float | None]) -> Mapping[str, float | None]:
+        for name, factor in factors.items():
+            if name not in SCALED:
+                raise ValueError(f"{name!r} is no signal with factors; these have some: {', '.join(SCALED)}")
+            if factor is not None and not 0 <= factor < 1e6:
+                raise ValueError(f"{name} is {factor:g}; a factor lies between 0 and 1,000,000")
+        return factors
+
     @property
     def key(self) -> str:
         """Return the row's name: language and script, joined by a hyphen."""
@@ -97,12 +107,10 @@ def _row(cells: dict[str, str], where: str) -> LanguageRow:
                 factors[name] = float(cell)
             except ValueError:
                 raise ValueError(f"{where}: {name} is {cell!r}; a factor is a number, or {ABSTAINS} where the rule abstains") from None
-            if not 0 <= float(cell) < 1e6:
-                raise ValueError(f"{where}: {name} is {cell}; a factor lies between 0 and 1,000,000")
     try:
         return LanguageRow.model_validate(fields | {"factors": factors})
     except ValidationError as error:
-        raise ValueError(f"{where}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+        raise ValueError(f"{where}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
 @lru_cache(maxsize=1)

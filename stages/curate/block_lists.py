@@ -31,8 +31,9 @@ class BlockListsConfig(StageConfig):
 
 
 class Job(NamedTuple):
-    """A file to read, the kind of its lines ("": domains or URLs), and the rule that its entries get."""
+    """A file of the input `source`, the kind of its lines ("": domains or URLs), and the rule that its entries get."""
 
+    source: str
     file: ExternalFile
     kind: str
     rule: str
@@ -51,7 +52,8 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
     tables = [SCHEMA.empty_table()]
     for number, (entries, bad) in enumerate(run.map(_read, jobs, rows=len(jobs))):
         tables.append(entries)
-        run.write_rows([{"id": f"{jobs[number].file.name}:{line}", "rule": rule, "detail": text} for line, rule, text in bad], "dropped")
+        place = f"{jobs[number].source}/{jobs[number].file.name}"
+        run.write_rows([{"id": f"{place}:{line}", "rule": rule, "detail": text} for line, rule, text in bad], "dropped")
     first = pa.concat_tables(tables).group_by(["kind", "entry"]).aggregate([("rule", "min")]).rename_columns(["kind", "entry", "rule"])
     run.write(first)
     for rule, count in sorted(Counter(first["rule"].to_pylist()).items()):
@@ -67,10 +69,10 @@ def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
         tree = any(path.parent.name and _kind(path) for path in names.values())
         for file, path in sorted(names.items(), key=lambda pair: pair[0].name):
             if not tree:
-                yield Job(file, "", f"url_{external.name}")
+                yield Job(external.name, file, "", f"url_{external.name}")
             elif _kind(path) and (not config.categories or path.parent.name in config.categories):
                 seen.add(path.parent.name)
-                yield Job(file, _kind(path), f"url_{path.parent.name}")
+                yield Job(external.name, file, _kind(path), f"url_{path.parent.name}")
     if missing := sorted(set(config.categories) - seen):
         raise PunaError(f"block_lists.categories: no input has the folder {missing[0]!r}; there are {', '.join(sorted(seen)) or 'none'}")
 
@@ -129,7 +131,11 @@ def _place(entry: str) -> Parsed:
         address = urls.parse(entry if "://" in entry else f"https://{entry}")
         if address is None or not address.host or " " in entry:
             return None, "not_an_address"
-        host, path, query = address.host.removeprefix("www."), address.path.rstrip("/"), address.query
+        domain = address.host.removeprefix("*").removeprefix(".")
+        if "*" in domain or (domain != address.host and "." not in domain):
+            return None, "not_an_address"
+        host, path, query = domain.removeprefix("www."), address.path, address.query.lower()
+        path = path.lower().rstrip("/") if query else "".join(f"/{folder}" for folder in path.lower().split("/") if folder)
     if not path and not query and urls.public_suffix(host):
         return None, "public_suffix" if "." in host else ""  # hosts files have names without a dot (localhost): no site
     if path.count("/") > DEPTH and not query:

@@ -146,8 +146,10 @@ def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig
     wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
     if not wide:
         _check_bound("extract_binary", "the file is not text", body.count(0), len(body) // 1000)
-    text = plain(decode(body, charset, html=False).replace("\r\n", "\n").replace("\r", "\n"))
-    return _Found(None, _readable(text, config))
+    text = decode(body, charset, html=False)
+    for line_end in ("\r\n", "\r", "\v", "\f"):
+        text = text.replace(line_end, "\n")
+    return _Found(None, _readable(plain(text), config))
 
 
 def _readable(text: str, config: ExtractConfig) -> bytes:

@@ -58,7 +58,7 @@ class HeuristicsConfig(SeededConfig):
     """Settings of the measurement. Thresholds are settings of `select`."""
 
     coverage_n: int = Field(5, ge=2, le=20, description="Length of the n-grams of ngram_coverage, in words")
-    line_coverage: float = Field(0.5, ge=0, le=1, description="Minimum share of a line's words in repeated n-grams, for line_signals")
+    line_coverage: float = Field(0.5, ge=0, le=0.5, description="Minimum share of a line's words in repeated n-grams, for line_signals")
     c4_lines: bool = Field(False, description="Write the table c4_lines, with one row per line, for C4's line rules")
     min_language_words: int = Field(50_000, ge=1, description="Minimum words of a language for comparisons; else token_kl is null")
     max_text_bytes: int = Field(8 << 20, ge=1024, description="Maximum size of a measured document, in bytes of UTF-8")
@@ -169,7 +169,9 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
             listed = _own_words(language, documents["id"])
         results = measure(documents["text"], config.coverage_n, config.line_coverage, listed)
-        check_against_definitions(results, documents["text"].filter(pc.invert(over)))
+        # The definition of `stop_words` is for texts of unknown language; texts with a list of their own, or none, cannot be compared.
+        comparable = np.array(pc.invert(over)) if listed is None else np.array(pc.invert(over)) & (listed.of == ANY_LIST)
+        check_against_definitions(results, documents["text"].filter(pa.array(comparable)))
         results.values[np.array(over)] = np.nan
         table = _table(documents["id"], languages, results)
         if config.c4_lines:

@@ -70,7 +70,7 @@ class IngestConfig(StageConfig):
     max_body_bytes: int = Field(32 << 20, ge=1024, le=1 << 31, description="Maximum size of a page to keep, in bytes")
     text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b names a nested field")
     html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML, which is read in place of text")
-    url_column: str | None = Field(None, min_length=1, description="Field with the URL; default: `url`, else the row's place in the file")
+    url_column: str | None = Field(None, min_length=1, description="Field with the URL; default: `url`. Null: the row's place in the file")
     date_column: str | None = Field(None, min_length=1, description="Field with the time of the fetch; default: a common name, else 1970")
     inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Input name → its fields, for inputs whose fields differ")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a hub data set")
@@ -235,7 +235,11 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield one job per file. Raise PunaError for ARC archives and Parquet files without the named columns, before any page is read."""
+    """Yield one job per file. Raise PunaError, before pages are read, for an ARC archive, a Parquet file without the named columns, or an
+    unknown name in `config.inputs`."""
+    if unknown := sorted(set(config.inputs) - {external.name for external in inputs}):
+        there = ", ".join(external.name for external in inputs)
+        raise PunaError(f"ingest.inputs names {unknown[0]!r}, and no input has this name; they are {there}")
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
 
     def format_(external: External, file: ExternalFile) -> str | None:

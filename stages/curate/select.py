@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, SerializeAsAny, field_validator
 
-from puna.models.languages.registry import FACTOR
 from puna.stages import plugins
 from puna.stages.contract import FAILURE, SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, stage
 from puna.stages.curate.rules import groups as rules
-from puna.stages.curate.rules.decide import SqlRule, check_columns, decide, parse
+from puna.stages.curate.rules.decide import SqlRule, abstentions, check_columns, decide, parse
 from puna.stages.curate.rules.groups import RULE_GROUPS, Drop, LineRules, Rule, RuleGroup, active_rules, check_signals
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import table_schema
@@ -124,7 +124,6 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
         of_language = needed.setdefault(languages.id, [])
         of_language += [name for name in ("language", "script") if name not in of_language]
         factors = languages.read("languages")
-        _tell_abstained(factors, thresholds, run)
     sources = [artifact for artifact in signals if artifact.id in needed]
     beside = [artifact.beside(["id", *needed[artifact.id]]) for artifact in sources]
     if problems := _lines_lacking(config.lines, [artifact.tables for artifact in signals]):
@@ -132,15 +131,10 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     read = _lines_read(config.lines)
     lines = [next(a for a in signals if name in a.tables).beside(table=name) if name in read else None for name in LINE_TABLES]
     run.metric("rules", len(thresholds) + len(expressions))
-    run.transform(_select, documents, rules, factors, config.lines, *lines, [_label(artifact) for artifact in sources], *beside)
-
-
-def _tell_abstained(languages: pa.Table, rules: list[Rule], run: StageRun) -> None:
-    """Record the number of documents that each rule skips, if any: in `languages`, the factor for the rule's signal is null."""
-    for rule in rules:
-        column = rule.drop.signal + FACTOR
-        if column in languages.column_names and (count := pc.sum(languages["documents"].filter(pc.is_null(languages[column]))).as_py()):
-            run.metric(f"abstained_{rule.name}", count)
+    labels = [_label(artifact) for artifact in sources]
+    abstained = sum(map(Counter, run.transform(_select, documents, rules, factors, config.lines, *lines, labels, *beside)), Counter[str]())
+    for name, count in sorted(abstained.items()):
+        run.metric(f"abstained_{name}", count)
 
 
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
@@ -192,23 +186,23 @@ def _lines_read(rules: LineRules | None) -> list[str]:
 def _select(
     documents: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None, line_rules: LineRules | None, covered: pa.Table | None,
     c4: pa.Table | None, named: list[str], *signals: pa.Table,
-) -> dict[str, pa.Table]:  # fmt: skip
+) -> tuple[dict[str, pa.Table], dict[str, int]]:  # fmt: skip
     table = documents.select(["id", "source"])
     for name, of in zip(named, signals, strict=True):
         results = _align(of, documents["id"], name)
         for column in results.column_names[1:]:
             table = table.append_column(column, results[column])
-    dropped = decide(table, rules, languages)
+    dropped, abstained = decide(table, rules, languages), {} if languages is None else abstentions(rules, table, languages)
     selection = documents.filter(pc.invert(pc.is_in(documents["id"], dropped["id"].combine_chunks())))
     tables = {"documents": selection, "dropped": dropped}
     if line_rules is not None:
         shorter, tables["removed_lines"] = remove_lines(selection, _lines_that_go(covered, c4, line_rules), line_rules)
-        left = pc.or_(pc.not_equal(shorter["text"], ""), pc.equal(selection["text"], ""))
+        left = pc.or_(pc.not_equal(pc.utf8_trim_whitespace(shorter["text"]), ""), pc.equal(shorter["text"], selection["text"]))
         tables["documents"] = shorter.filter(left)
         empty = shorter.filter(pc.invert(left))["id"].to_pylist()
         gone = [{"id": identity, "rule": "lines", "detail": "no line was left"} for identity in empty]
         tables["dropped"] = pa.concat_tables([dropped, pa.Table.from_pylist(gone, schema=dropped.schema)]).sort_by("id")
-    return tables
+    return tables, abstained
 
 
 def _lines_that_go(covered: pa.Table | None, c4: pa.Table | None, rules: LineRules) -> dict[str, dict[int, tuple[str, float]]]:

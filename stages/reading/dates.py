@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 YEARS = range(1678, 2262)  # years whose times fit into 64 bits of nanoseconds, which some readers of tables use
+STAMP = re.compile(r"(?:19|20)\d{6}(?:\d{6})?")  # a date, and perhaps a time, in digits alone: 20240131120000, as in indexes of crawls
 LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microseconds=1) for year in (YEARS.start, YEARS.stop))
 
 
@@ -21,7 +23,9 @@ def microseconds(at: datetime) -> int:
 
 
 def moment(value: Any) -> int | None:
-    """Return a date, a time, ISO text or (milli)seconds since 1970 in microseconds; 0 for None or ""; None for any other value or year."""
+    """Return a time in microseconds since 1970; 0 for None or ""; None for any other value or year.
+
+    `value`: a date or time, ISO text, a number or digits: YYYYMMDD[hhmmss], or (milli)seconds since 1970."""
     try:
         time = _moment(value)
     except (ValueError, OverflowError):
@@ -36,6 +40,10 @@ def _moment(value: Any) -> int | None:
         return microseconds(value)
     if isinstance(value, date):
         return microseconds(datetime(value.year, value.month, value.day))
+    if isinstance(value, int | str) and STAMP.fullmatch(digits := str(value).strip()):
+        return microseconds(datetime.strptime(digits.ljust(14, "0"), "%Y%m%d%H%M%S"))
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e14:
         return round(value * (1_000_000 if abs(value) < 1e11 else 1_000))
     return microseconds(datetime.fromisoformat(value.strip())) if isinstance(value, str) else None

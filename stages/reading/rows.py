@@ -310,11 +310,13 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
         raise PunaError(f"{name}: its first line has to name every column, each once; it holds {', '.join(map(repr, names))}")
     number = 0
     while True:
-        number, lines.size = number + 1, 0
+        number, lines.size, before = number + 1, 0, records.line_num
         try:
             cells = next(records, None)
         except csv.Error as error:
-            yield Fault(number, "", "invalid_csv", f"cannot be read: {error}")
+            many = records.line_num - before
+            over = f"; {many} lines from line {before + 1} on are passed over: a quote is not closed" if many > 1 else ""
+            yield Fault(number, "", "invalid_csv", f"cannot be read: {error}{over}")
             continue
         except DAMAGE as error:
             yield Fault(number, "", "truncated_file", f"the file cannot be read on from here: {error}")

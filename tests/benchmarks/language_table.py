@@ -250,6 +250,9 @@ def main() -> None:
     for found in of_script.values():
         found["stop_word_fraction"] = float("nan")
     out += [(("", name), found, [], "mean of the script's languages") for name, found in sorted(of_script.items())]
+    # Code, numbers and signs have no language to be fair to: thresholds hold as they stand, and junk without letters does not pass.
+    as_english = {name: float("nan") if name == "stop_word_fraction" else 1.0 for name in SCALED}
+    out.append((("", "Zyyy"), as_english, [], "text without a language or letters is judged as English"))
     also = defaultdict(set)
     for other, name in canonical.items():
         if other != name and other not in ("yue",):

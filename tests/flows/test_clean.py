@@ -43,6 +43,27 @@ def test_the_fields_of_rows(row: dict, page: str, html: bool, url: str | None) -
     assert (found.page, found.html, found.url) == (page, html, url)
 
 
+@pytest.mark.parametrize("name", ["url", "link"])
+def test_pages_without_an_address_are_kept(tmp_path: Path, name: str) -> None:
+    """A null address, or none at all in rows after those that are looked at or, where it has the usual name, in any row."""
+    rows = [{"text": prose(n), name: f"https://x.org/{n}" if n % 3 else None} for n in range(60)]
+    rows += [{"text": prose(n)} for n in range(60, 64)] if name == "url" else []
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    choices = look(External.resolve(str(file)), [], ())
+    assert any(f"its address {name}" in line for line in choices.said)
+    config = load("clean", choices.changes, "curate", "clean").one("ingest", ingest, IngestConfig)
+    pages = execute(ingest, config, {"inputs": External.resolve(str(file))}, Store.open(tmp_path / "store"))
+    assert pages.rows() == len(rows) and "https://x.org/1" in pages.read()["url"].to_pylist()
+
+
+def test_an_address_that_rows_lack_is_not_used(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": prose(n)} | ({"link": "https://x.org"} if n else {})) + "\n" for n in range(9)))
+    found = sniff(External.resolve(str(file))[0])
+    assert found is not None and (found.page, found.url) == ("text", None)
+
+
 def test_rows_without_text_name_their_fields(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1, "b": "x"}\n')

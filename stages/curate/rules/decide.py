@@ -139,9 +139,8 @@ def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.flo
     return {name.removesuffix(FACTOR): np.r_[numeric(languages[name]), 1.0][rows] for name in names}
 
 
-def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factors | None = None) -> NDArray[np.bool_]:
-    """Return a mask bool[n] of the documents that the rule drops. `table`: the rule's signals; `factors`: see `factors_of`."""
-    values = table[rule.drop.signal]
+def judges(rule: Rule, table: pa.Table, sources: pa.ChunkedArray) -> NDArray[np.bool_]:
+    """Return a mask bool[n] of the documents that are of the rule's kinds and sources. `table`: the rule's signals."""
     judged = np.ones(len(sources), np.bool_)
     if rule.kinds:
         # NaN stands for a signal that was not measured; comparisons with it are false.
@@ -150,6 +149,21 @@ def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factor
         judged &= _among(sources, rule.sources)
     if rule.exempt_sources:
         judged &= ~_among(sources, rule.exempt_sources)
+    return judged
+
+
+def abstentions(rules: Iterable[Rule | SqlRule], table: pa.Table, languages: pa.Table) -> dict[str, int]:
+    """Return rule → number of documents of its kinds and sources that it skips, as their languages have no factor for its signal."""
+    factors, counts = factors_of(languages, table), {}
+    for rule in rules:
+        if isinstance(rule, Rule) and rule.drop.signal in factors:
+            counts[rule.name] = int((judges(rule, table, table["source"]) & np.isnan(factors[rule.drop.signal])).sum())
+    return {name: count for name, count in counts.items() if count}
+
+
+def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factors | None = None) -> NDArray[np.bool_]:
+    """Return a mask bool[n] of the documents that the rule drops. `table`: the rule's signals; `factors`: see `factors_of`."""
+    values, judged = table[rule.drop.signal], judges(rule, table, sources)
     if isinstance(rule.threshold, tuple):
         words = np.array(["" if v is None else str(v) for v in values.to_pylist()])
         missing = np.array(values.is_null())

@@ -61,7 +61,7 @@ def test_code_tables_and_formulas_keep_their_structure():
 
 
 def test_text_and_code_pass_with_their_white_space():
-    source = "\ufeffdef f():\r\n\treturn 1   \n\n\n\nx = '\x0b'\n"
+    source = "\ufeffdef f():\r\n\treturn 1   \n\n\n\nx = '\x07'\n"
     title, text = page_text(source.encode(), "text/x-python", "utf-8", CONFIG)
     assert (title, text) == (None, "def f():\n\treturn 1   \n\n\n\nx = ''\n")
 
@@ -113,6 +113,42 @@ JAPANESE = "これは文字コードの検出をテストするための日本�
 )
 def test_character_sets(body, charset, expected):
     assert decode(body, charset, html=False) == expected
+
+
+POLISH = "Rada postanowiła w zeszłym tygodniu, że stary most na rzece zostanie naprawiony. " * 8
+VIETNAMESE = "Hội đồng đã quyết định tuần trước rằng cây cầu cũ bắc qua sông sẽ được sửa chữa. " * 4
+RUSSIAN = "Совет решил на прошлой неделе, что старый мост через реку будет отремонтирован. " * 4
+
+
+@pytest.mark.parametrize("charset", [None, "utf-8", "iso-8859-1"])
+@pytest.mark.parametrize("html", [False, True])
+@pytest.mark.parametrize(
+    ("broken", "meant"),
+    [(b"caf\xe9 cr\xe9\xe9e", "café créée"), (b"\x93so\x94", "“so”"), (b"\xe1\xba x", "\ufffd x"), (b"x\x81", "x\ufffd")],
+)
+@pytest.mark.parametrize("text", [POLISH, VIETNAMESE, RUSSIAN, JAPANESE])
+def test_some_broken_bytes_leave_the_rest_of_a_page_in_utf_8(text, broken, meant, html, charset):
+    assert decode(f"{text}\n".encode() + broken + f"\n{text}".encode(), charset, html=html) == f"{text}\n{meant}\n{text}"
+
+
+def test_a_page_that_ends_inside_a_character_is_in_utf_8():
+    for cut in (1, 2):
+        assert decode(JAPANESE.encode()[:-cut], "utf-8", html=True) == JAPANESE[:-1] + "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [(POLISH, "iso-8859-2"), (POLISH, "cp1250"), (RUSSIAN, "windows-1251"), (RUSSIAN, "koi8-r"), (RUSSIAN, "cp866"),
+     (JAPANESE, "euc-jp"), (JAPANESE, "shift_jis"), ("委员会上周决定修理河上的旧桥。" * 9, "gb18030"), ("委員會上週決定修理河上的舊橋。" * 9, "big5"),
+     ("위원회는 지난주에 강 위의 오래된 다리를 수리하기로 결정했다. " * 4, "euc-kr"), ("สภาตัดสินใจเมื่อสัปดาห์ที่แล้ว" * 6, "tis-620")],
+)  # fmt: skip
+def test_other_encodings_are_no_broken_utf_8(text, encoding):
+    assert decode(text.encode(encoding), encoding, html=False) == text
+
+
+@pytest.mark.parametrize("mark", ["\r\n", "\r", "\v", "\f"])
+def test_every_kind_of_line_end_parts_words(mark):
+    assert page_text(f"one{mark}two".encode(), "text/plain", "utf-8", CONFIG).text == "one\ntwo"
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32"])

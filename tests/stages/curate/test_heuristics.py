@@ -16,6 +16,8 @@ from puna.kernels.text.characters import SYMBOL, TERMINAL, tables
 from puna.kernels.text.words import split
 from puna.stages.contract import execute
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
+from puna.stages.curate.language import LanguageConfig, language
+from puna.stages.curate.rules.groups import LineRules
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.curate.signals import divergence as divergences
 from puna.stages.curate.signals.divergence import BINS, DRAWS, Corpus, Tally, expected_at
@@ -330,6 +332,15 @@ def test_languages_are_compared_with_themselves(tmp_path, make_documents):
     assert few.read()["token_kl"].to_pylist()[-10:] == [None] * 10
 
 
+def test_all_lines_that_select_may_remove_are_reported():
+    """The largest bound of the one stage is the least bound of the other."""
+    assert HeuristicsConfig(line_coverage=0.5).line_coverage == LineRules(max_ngram_coverage=0.5).max_ngram_coverage
+    with pytest.raises(ValueError, match="line_coverage"):
+        HeuristicsConfig(line_coverage=0.51)
+    with pytest.raises(ValueError, match="max_ngram_coverage"):
+        LineRules(max_ngram_coverage=0.49)
+
+
 def test_no_documents(tmp_path, make_documents):
     store = Store.open(tmp_path)
     assert execute(heuristics, HeuristicsConfig(), {"documents": make_documents(store, [])}, store).rows() == 0
@@ -347,3 +358,17 @@ def test_a_text_beyond_its_budget_is_dropped_as_failed(tmp_path, make_documents)
         kept = execute(select, SelectConfig(), {"documents": documents, "signals": [signals]}, store)
         dropped = {found["id"]: (found["rule"], found["detail"]) for found in kept.read("dropped").to_pylist()}
         assert dropped["b"] == ("failed", "heuristics: the text is longer than 1024 bytes")
+
+
+def test_text_without_a_language_is_measured_and_judged_as_it_stands(tmp_path, make_documents):
+    """Programs, numbers and signs alone: no stop words to count, and no reason to keep what English would not."""
+    store, program = Store.open(tmp_path), "def f(x):\n    return [x + 1]\n\nfor i in range(10):\n    print(f(i))\n" * 20
+    rows = [("a", "code", program), ("b", "code", "x = 1\n"), ("c", "web", "1 2 3 4 5"), ("d", "web", "!!! ??? *** ---"), ("e", "web", program)]
+    given_ = {"documents": make_documents(store, rows)}
+    given_["language"] = execute(language, LanguageConfig(), given_, store)
+    assert set(given_["language"].read()["language"].to_pylist()) == {"zxx"}
+    measured = execute(heuristics, HeuristicsConfig(), given_, store)
+    assert measured.read()["stop_words"].null_count == len(rows)
+    made = execute(select, SelectConfig(), {"documents": given_["documents"], "signals": [given_["language"], measured]}, store)
+    dropped = {row["id"]: row["rule"] for row in made.read("dropped").to_pylist()}
+    assert dropped == {"b": "code.min_words", "c": "gopher_quality.min_words", "d": "gopher_repetition.max_top_2gram", "e": "code_reasoning.max_repeated_line_characters"}

@@ -27,7 +27,7 @@ from puna.stages.contract import External, execute, external
 from puna.stages.curate import ingest as stages_ingest
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.reading import warc, warc_frames
-from puna.stages.reading.dates import moment
+from puna.stages.reading.dates import microseconds, moment
 from puna.stages.reading.field_detection import sniff
 from puna.stages.reading.files import Unpacking
 from puna.stages.reading.pages import Page, Rejected
@@ -263,6 +263,18 @@ def test_dates_that_no_table_holds_are_none(value):
     assert moment(value) is None
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (20240131, "2024-01-31"), ("20240131", "2024-01-31"), (20240131120506, "2024-01-31T12:05:06"), (" 20240131120506", "2024-01-31T12:05:06"),
+        ("1700000000", "2023-11-14T22:13:20"), ("1700000000000", "2023-11-14T22:13:20"), (1700000000, "2023-11-14T22:13:20"),
+        ("20241301", None), (20240131126000, None),
+    ],
+)  # fmt: skip
+def test_dates_and_times_in_digits_alone(value, expected):
+    assert moment(value) == (expected and microseconds(datetime.fromisoformat(expected)))
+
+
 def test_links_and_special_files_are_refused_by_name(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -486,6 +498,8 @@ def test_parquet(tmp_path):
     assert {r.as_py() for r in made.read()["fetched_at"]} == {datetime(1970, 1, 1, tzinfo=UTC), datetime(2020, 1, 2, tzinfo=UTC)}
     asked = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(date_column="date"))
     assert rules(asked) == ["malformed_record", "not_a_page"]  # not a date; no text
+    named = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(url_column="url"))
+    assert named.read()["url"].to_pylist() == made.read()["url"].to_pylist()  # a null address costs no document
 
 
 def test_hostile_lines_cost_only_themselves(tmp_path):
@@ -662,6 +676,23 @@ def test_a_table_of_text(tmp_path, ending, before, delimiter):
     assert found == {f"https://x.org/{n}": text for n, text in enumerate(texts)}
     (dropped,) = made.read("dropped").to_pylist()
     assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 5: has 1 cells, the header has 2")
+
+
+@pytest.mark.parametrize(("ending", "delimiter"), [("csv", ","), ("tsv", "\t")])
+def test_rows_behind_a_quote_that_is_not_closed_are_told(tmp_path, ending, delimiter):
+    rows = [f"{n}{delimiter}page number {n}" for n in range(30)]
+    rows[5], rows[20] = f'5{delimiter}"An open quote', f'20{delimiter}He said "yes" to it'
+    (tmp_path / f"t.{ending}").write_text(f"id{delimiter}text\n" + "\n".join(rows) + "\n")
+    made = read(tmp_path, tmp_path / f"t.{ending}")
+    (dropped,) = made.read("dropped").to_pylist()
+    assert made.rows() == 14 and "row 6: cannot be read" in dropped["detail"]
+    assert dropped["detail"].endswith("; 16 lines from line 7 on are passed over: a quote is not closed")
+
+
+def test_fields_of_an_input_that_is_not_there_are_refused(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(PunaError, match="ingest.inputs names 'news', and no input has this name; they are t"):
+        read(tmp_path, tmp_path / "t.jsonl", config=IngestConfig(inputs={"news": {"text": "body"}}))
 
 
 def test_one_array_of_json(tmp_path):

@@ -180,8 +180,9 @@ def test_the_stage_writes_one_row_per_document_and_spares_code(tmp_path):
     languages = made.read("languages").to_pylist()
     assert [(row["language"], row["script"], row["documents"]) for row in languages] == [("es", "Latn", 1), ("zxx", "Zyyy", 2)]
     assert "de" in languages[0]["stop_words"].split() and languages[0]["words_factor"] is not None
-    # Rules on words have no basis if there is no language.
-    assert languages[1]["stop_words"] is None and languages[1]["mean_word_length_factor"] is None
+    # A text without a language has no stop words, and thresholds as they stand.
+    assert languages[1]["stop_words"] is None and languages[1]["stop_word_fraction_factor"] is None
+    assert languages[1]["words_factor"] == languages[1]["mean_word_length_factor"] == 1.0
 
 
 # One sentence each, written for this test, in languages that lid.176 alone does not know or confuses.
@@ -263,6 +264,15 @@ def test_languages_that_the_user_groups_count_together_in_the_vote():
     group = group_numbers(voters().languages, {**shipped_names().groups, "de": "x", "nds": "x", "nl": "x", "lb": "x"})
     text = "De Raat besluut tokamen Week, wat de ole Brüch över den Stroom repareert warrt."
     assert vote(text, group).language == vote(text).language and vote(text, group).score > vote(text).score
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [({"wordz": 0.5}, "'wordz' is no signal with factors"), ({"words": -1.0}, "words is -1; a factor lies between 0"), ({"words": float("nan")}, "words is nan")],
+)
+def test_a_wrong_factor_of_ones_own_is_refused(factors, said):
+    with pytest.raises(ValueError, match=said):
+        LanguageConfig(rows=[{"language": "de", "script": "Latn", "factors": factors}])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from puna.stages.contract import SIGNALS, Facts, InputFacts, execute
 from puna.stages.contract.config import parse
 from puna.stages.curate import code_reasoning, domains, heuristics, language, quality
 from puna.stages.curate.rules.decide import decide
-from puna.stages.curate.rules.groups import Drop, WebRules, active_rules, rule_group
+from puna.stages.curate.rules.groups import Drop, GopherQualityRules, WebRules, active_rules, rule_group
 from puna.stages.curate.select import SelectConfig, select, without_lines
 from puna.storage import PunaError, Store
 
@@ -169,6 +169,29 @@ def test_repeated_lines_of_kept_documents_go(tmp_path, make_documents):
         {"id": "a", "line": 1, "text": "two", "rule": "lines.max_ngram_coverage", "value": 1.0}
     ]
     assert made.read("dropped").num_rows == 0
+
+
+def test_a_document_of_which_blank_lines_alone_are_left_is_dropped(tmp_path, make_documents):
+    store = Store.open(tmp_path)
+    docs = make_documents(store, [("a", "web", " \n\nagain"), ("b", "web", " \n\n"), ("c", "web", "again\n\nnew")])
+    lines = pa.table({"id": ["a", "c"], "line": pa.array([2, 0], pa.int32()), "words": pa.array([40] * 2, pa.int32()), "ngram_coverage": [1.0] * 2})
+    found = store.import_table("signals", pa.table({"id": ["a", "b", "c"], "words": [9, 0, 9]}), line_signals=lines)
+    made = execute(select, config(lines={}), {"documents": docs, "signals": [found]}, store)
+    assert made.read()["text"].to_pylist() == [" \n\n", "new"]  # a blank document that loses no line is left to other rules
+    assert [(row["id"], row["rule"]) for row in made.read("dropped").to_pylist()] == [("a", "lines")]
+
+
+def test_documents_that_a_rule_skips_for_their_language_are_counted(tmp_path, make_documents):
+    """Those of its sources and kinds, in the documents at hand: the language may be that of more."""
+    store, ids = Store.open(tmp_path), list("abcde")
+    languages = pa.table({"language": ["lo", "en"], "script": ["Laoo", "Latn"], "documents": [4, 1], "words_factor": pa.array([None, 1.0]),
+                          "stop_words": pa.nulls(2, pa.string()), "evidence": ["", ""]})  # fmt: skip
+    of_language = pa.table({"id": ids, "language": ["lo"] * 4 + ["en"], "script": ["Laoo"] * 4 + ["Latn"]})
+    found = [store.import_table("signals", of_language, languages=languages), signals(store, id=ids, words=[60] * 5)]
+    docs = make_documents(store, [(i, source, i) for i, source in zip("abde", ("web", "wikipedia", "web", "web"), strict=True)])
+    bounds = {name: None for name in GopherQualityRules.model_fields if name not in ("sources", "exempt_sources", "min_words")}
+    made = execute(select, config(gopher_quality=bounds, curated={}, per_language=True), {"documents": docs, "signals": found}, store)
+    assert made.manifest.metrics == {"characters": 4, "rules": 2, "abstained_gopher_quality.min_words": 2, "abstained_curated.min_words": 1}
 
 
 def test_lines_that_c4_takes_out(tmp_path, make_documents):

@@ -152,10 +152,43 @@ def test_lines_that_are_no_entry_are_rows(tmp_path):
     lists = execute(block_lists, BlockListsConfig(), {"inputs": External.resolve(str(tmp_path / "bad.txt"))}, Store.open(tmp_path / "store"))
     assert lists.read()["entry"].to_pylist() == ["ads.example.org", "example.org"]
     assert {row["id"]: row["rule"] for row in lists.read("dropped").to_pylist()} == {
-        "bad.txt:2": "public_suffix", "bad.txt:4": "not_an_address", "bad.txt:5": "not_an_address", "bad.txt:6": "too_deep",
+        "bad.txt/bad.txt:2": "public_suffix", "bad.txt/bad.txt:4": "not_an_address", "bad.txt/bad.txt:5": "not_an_address", "bad.txt/bad.txt:6": "too_deep",
     }  # fmt: skip
     with pytest.raises(PunaError, match=r"url_filter.blocked, line 2: 'co.uk'"):
         verdicts(tmp_path, ["https://a.com/"], UrlFilterConfig(blocked=("a.com", "co.uk")))
+
+
+def test_lists_of_one_file_name_may_have_bad_lines_of_one_number(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "domains.txt").write_text(f"{name}.org\ntwo words\n")
+    inputs = [one for name in ("a", "b") for one in External.resolve(f"{name}={tmp_path / name / 'domains.txt'}")]
+    lists = execute(block_lists, BlockListsConfig(), {"inputs": inputs}, Store.open(tmp_path / "store"))
+    assert lists.read()["entry"].to_pylist() == ["a.org", "b.org"]
+    assert sorted(lists.read("dropped")["id"].to_pylist()) == ["a/domains.txt:2", "b/domains.txt:2"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "url"),
+    [
+        ("example.com/é", "https://example.com/%C3%A9/1"),
+        ("example.com/Straße/<a>", "https://www.example.com/stra%c3%9fe/<a>"),
+        ("example.com/a//b/", "https://example.com/a//b/c"),
+        ("example.com/p?q=é", "https://example.com/p?q=%C3%A9"),
+        ("*.example.com", "https://a.example.com/b"),
+        (".example.com", "https://example.com/b"),
+        ("https://*.example.com/a", "https://b.example.com/a/c"),
+    ],
+)
+def test_an_entry_matches_however_it_is_written(tmp_path, entry, url):
+    assert verdicts(tmp_path, [url], UrlFilterConfig(blocked=(entry,))) == {url: "url_blocked"}
+    assert verdicts(tmp_path, [url], UrlFilterConfig(blocked=("example.com",), allowed=(entry,))) == {url: ""}
+
+
+@pytest.mark.parametrize("entry", ["*.com", "ads*.example.com", "*"])
+def test_a_pattern_of_hosts_is_no_entry(tmp_path, entry):
+    with pytest.raises(PunaError, match="url_filter.blocked, line 1"):
+        verdicts(tmp_path, ["https://a.com/"], UrlFilterConfig(blocked=(entry,)))
 
 
 def test_names_end_at_the_registrable_domain():
