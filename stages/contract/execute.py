@@ -85,6 +85,7 @@ def perform(
     `on_start` is called before the function, and not for a reused artifact. `part_rows`: maximum rows of a part that the function gets."""
     start = time.perf_counter()
     identity = identify(stage, config, given)
+    store.holding.add(identity.key, *(one.key for one in identity.inputs if one.kind != "external"))
     artifact = reusable(stage, identity, store)
     if artifact is None and isinstance(executor, PartExecutor) and ((on_device := _takes_device(stage, executor)) or apart):
         if on_start:
