@@ -152,7 +152,7 @@ class Views:
         own = [one for one in having if not one["tables"][table]["sources"]]
         plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
         if plain:
-            key = r"regexp_extract(filename, '.*/([0-9a-f]{64})/[a-z_]+(/[0-9]+)?\.parquet$', 1)"
+            key = r"regexp_extract(filename, '.*/([0-9a-f]{64})/[a-z0-9_]+(/[0-9]+)?\.parquet$', 1)"
             queries.append(f"select {key} as artifact, * exclude (filename) from {self._parquet(plain, 'filename')}")
         for one in having:
             if one["tables"][table]["sources"]:
