@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -58,12 +59,12 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
     """Print the first MOST_ROWS rows as a table, or all rows as JSON lines."""
     if as_json:
         for row in rows:
-            typer.echo(json.dumps(row, default=_text))
+            typer.echo(json.dumps(row, default=_json_value))
         return
     names = columns or (list(rows[0]) if rows else [])
     table = Table(box=None, header_style="bold")
     for name in names:
-        table.add_column(name, overflow="fold")
+        table.add_column(escape(name), overflow="fold")
     for row in rows[:MOST_ROWS]:
         table.add_row(*(_cell(row.get(name)) for name in names))
     terminal = Terminal(highlight=False, emoji=False) if sys.stdout.isatty() else Terminal(highlight=False, width=200, emoji=False)
@@ -72,7 +73,9 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
         terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")
 
 
-def _text(value: Any) -> str:
+def _json_value(value: Any) -> str | int | float:
+    if isinstance(value, Decimal):  # DuckDB's sum of whole numbers, among others
+        return int(value) if value == value.to_integral_value() else float(value)
     return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
 
 
@@ -91,10 +94,10 @@ def _cell(value: Any) -> str:
         text = f"{value:.6g}"
     elif isinstance(value, bytes):
         text = f"{len(value):,} bytes"
-    elif isinstance(value, (str, datetime)):
-        text = str(value)
+    elif isinstance(value, (bool, list, dict)):
+        text = json.dumps(value, default=_json_value, ensure_ascii=False)
     else:
-        text = json.dumps(value, default=_text, ensure_ascii=False)
+        text = str(value)
     return escape(text if len(text) <= 300 else text[:297] + "…")
 
 

@@ -264,3 +264,29 @@ def test_verify_names_an_alias_that_was_deleted(store: Store) -> None:
     assert "0 damaged" in run(store, "verify")
     (store.root / "refs/policy/latest.json").write_text("{}")
     assert "policy/latest.json: does not say what it points to" in run(store, "verify", code=1)
+
+
+def test_sums_are_numbers_and_odd_columns_are_shown(store: Store) -> None:
+    rows = sum(artifact.rows() for artifact in store.artifacts())
+    assert objects(run(store, "sql", "select sum(rows) as n, 1.5::decimal(4, 2) as d from artifacts", "--json")) == [{"n": rows, "d": 1.5}]
+    assert run(store, "sql", "select sum(rows) as n, '12:00'::time as t from artifacts").split() == ["n", "t", str(rows), "12:00:00"]
+    assert run(store, "sql", "select 1 as \"b[/]c\"").split() == ["b[/]c", "1"]
+    with pytest.raises(PunaError, match="a value cannot be shown; cast its column to varchar"):
+        run(store, "sql", "select 'infinity'::timestamp as t")
+
+
+@pytest.mark.parametrize("text", ["select 1 as a -- a comment", "select 1 as a; -- a comment", "select 1 as a;\n"])
+def test_a_comment_may_end_the_query_of_a_file(store: Store, tmp_path: Path, text: str) -> None:
+    run(store, "sql", text, "-o", str(tmp_path / "rows.csv"))
+    assert (tmp_path / "rows.csv").read_text() == "a\n1\n"
+
+
+def test_aliases_with_capitals_are_views(store: Store) -> None:
+    artifact = store.artifacts("documents")[0]
+    store.set_alias("News@latest", artifact)
+    count = f"{artifact.rows()}"
+    assert run(store, "sql", 'select count(*) as n from "News@latest"').split() == ["n", count]
+    store.set_alias("news@latest", artifact)  # SQL cannot tell the two apart, so neither is a view
+    assert "News@latest" not in run(store, "sql", "show tables")
+    assert run(store, "sql", "select count(*) as n from documents where artifact = key_of('news@latest')").split() == ["n", count]
+    assert run(store, "sql", "--file").strip().endswith("puna.duckdb")
