@@ -151,6 +151,10 @@ def test_a_refactoring_is_accepted_before_anything_is_made_again(tmp_path: Path)
     message = process(*accept(name))
     assert "code renamed_stage.loud new" in message and "code renamed_stage.shout no longer reached" in message
     assert process("-c", PERFORM, str(tmp_path)).split() == [name, "True"]
+    field = "most: int = Field(3, ge=1, description='A setting that the old code lacked')"
+    module.write_text("from pydantic import Field\n" + STAGE.format(helper="loud").replace("pass", field))
+    assert "config most: None → 3" in process(*accept(name))
+    assert process("-c", PERFORM, str(tmp_path)).split() == [name, "True"]
 
 
 def test_other_work_is_not_accepted(store: Store) -> None:
