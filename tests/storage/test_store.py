@@ -358,6 +358,17 @@ def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 1
 
 
+def test_a_hidden_file_of_a_stage_is_kept_like_the_others(tmp_path: Path) -> None:
+    store, identity = Store.open(tmp_path), Identity("stage")
+    with store.work(identity.key) as work:
+        for name in (".gitattributes", "config.json"):
+            (work.output / name).write_text("{}")
+        made = work.commit("model", identity.key, identity)
+    assert made.damage() == [] and store.check(made).path(".gitattributes").read_text() == "{}"
+    made.path(".gitattributes").write_text("[]")
+    assert made.damage() == [".gitattributes has a wrong checksum"]
+
+
 def test_every_table_names_the_artifact_of_its_rows(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     lines = pa.table({"id": ["a"], "line": pa.array([0], pa.int32()), "words": pa.array([3], pa.int32()), "final_punctuation": [True]})
