@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console as Terminal
-from rich.markup import escape
 from rich.table import Table
 
 from puna.flows.engine.console import summary, tee_stderr
@@ -64,10 +63,10 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
     names = columns or (list(rows[0]) if rows else [])
     table = Table(box=None, header_style="bold")
     for name in names:
-        table.add_column(escape(name), overflow="fold")
+        table.add_column(name, overflow="fold")
     for row in rows[:MOST_ROWS]:
         table.add_row(*(_cell(row.get(name)) for name in names))
-    terminal = Terminal(highlight=False, emoji=False) if sys.stdout.isatty() else Terminal(highlight=False, width=200, emoji=False)
+    terminal = Terminal(highlight=False, emoji=False, markup=False, width=None if sys.stdout.isatty() else 200)
     terminal.print(table)
     if len(rows) > MOST_ROWS:
         terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")
@@ -98,7 +97,7 @@ def _cell(value: Any) -> str:
         text = json.dumps(value, default=_json_value, ensure_ascii=False)
     else:
         text = str(value)
-    return escape(text if len(text) <= 300 else text[:297] + "…")
+    return text if len(text) <= 300 else text[:297] + "…"
 
 
 def _counts(log: RunLog) -> dict[str, int]:
