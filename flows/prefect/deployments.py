@@ -225,7 +225,7 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
         time.sleep(FRESH_SECONDS)
         try:
             offering.refresh()
-        except PunaError as error:
+        except Exception as error:  # noqa: BLE001 - a file of the store may go while it is read; the next update looks again
             print(f"forms are not kept up to date: {error}", file=sys.stderr, flush=True)
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from puna.flows.cli.main import app
 from puna.flows.cli.sql import _statements
 from puna.storage import Identity, InputRecord, PunaError, Store, runs
+from puna.storage.files import LocalFiles
 
 RUNNER = CliRunner()
 ID = "ab" * 16
@@ -294,3 +295,27 @@ def test_aliases_with_capitals_are_views(store: Store) -> None:
     assert "News@latest" not in run(store, "sql", "show tables")
     assert run(store, "sql", "select count(*) as n from documents where artifact = key_of('news@latest')").split() == ["n", count]
     assert run(store, "sql", "--file").strip().endswith("puna.duckdb")
+
+
+def test_results_that_cannot_be_written_are_one_error(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PunaError, match="export: .*file/out: .*(Not a directory|File exists)"):
+        run(store, "export", store.artifacts("documents")[0].id, str(tmp_path / "file" / "out"))
+    with pytest.raises(PunaError, match="--output .*: there is no folder .*missing"):  # before hours of evaluation
+        run(store, "evaluate", "model@latest", "--tasks", "task.yaml", "--output", str(tmp_path / "missing" / "scores.json"))
+
+
+def test_a_report_makes_no_store(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["report", "--store", str(tmp_path / "none")])
+    assert isinstance(result.exception, PunaError) and "not found" in str(result.exception)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_whose_end_is_recorded_is_not_asked_whether_it_is_at_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(LocalFiles, "is_held", lambda files, name: asked.append(name) is None)
+    for name, end in (("done", runs.finish_event()), ("wrong", runs.failure_event("x")), ("stopped", runs.stop_event()), ("open", None)):
+        for event in (runs.start_event("curate"), *([end] if end else [])):
+            store.record(name, event)
+    assert [store.log(name).state for name in ("done", "wrong", "stopped", "open")] == ["finished", "failed", "stopped", "at work"]
+    assert asked == ["run-open"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -22,11 +23,11 @@ from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
 from puna.flows.web import annotate, application, bounded, chat, frame, start
 from puna.flows.web import runs as runs_pages
-from puna.stages.contract import execute
+from puna.stages.contract import execute, perform
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.prompts.prompts import PromptsConfig, prompts
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, runs
 from puna.storage.schemas import table_schema
 
 COUNT = 30
@@ -184,6 +185,18 @@ def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: St
     assert "takes a whole number" in text(client.get(f"{asked}&gopher_quality.min_words=16.5"))
     # The slider of a whole number steps through whole numbers, from one below the documents' quantiles (1.145 and 29.855) to one above.
     assert 'type="range" min="1" max="30" step="1" value="11"' in client.get("/rules").text
+
+
+def test_the_threshold_of_a_later_selection_names_its_step(store: Store, tmp_path: Path) -> None:
+    copied = Store.open(shutil.copytree(store.root, tmp_path / "copy"))
+    first = selected(copied).manifest
+    given = [copied.find(item.kind, item.key) for item in first.inputs]
+    config = SelectConfig.model_validate(first.config | {"gopher_quality": first.config["gopher_quality"] | {"min_words": 12}})
+    second = perform(select, config, {"documents": given[0], "signals": given[1:]}, copied, run="a-run").artifact
+    copied.record("a-run", runs.Made("select_model", "select", second.kind, second.key, False, 1.0).event())
+    client = TestClient(application(copied, prefect=None, auth=""))
+    said = text(client.get(f"/rules/outcome?artifact={second.key[:12]}&gopher_quality.min_words=16"))
+    assert "--set select_model.gopher_quality.min_words=16" in said
 
 
 def test_a_question_is_answered_and_a_change_refused(client: TestClient) -> None:
