@@ -15,7 +15,7 @@ from puna.stages.contract import External, Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.external import is_named, public
 from puna.storage import Artifact, PunaError, Store
-from puna.storage.aliases import ALIAS
+from puna.storage.aliases import ALIAS, LONGEST
 from puna.storage.schemas import KINDS
 
 IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
@@ -48,9 +48,10 @@ def is_artifact(text: str) -> bool:
 
 def alias_of(name: str) -> str:
     """Return the alias that `--as NAME` sets; raise PunaError if NAME is not valid."""
-    if not re.fullmatch(r"[\w-][\w.-]*", name):
-        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
-    return f"{name}@latest"
+    alias = f"{name}@latest"
+    if "/" in name or not ALIAS.fullmatch(alias) or len(alias.encode()) > LONGEST:
+        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, and {LONGEST} bytes at most, for example smollm2")
+    return alias
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:

@@ -319,3 +319,14 @@ def test_a_run_whose_end_is_recorded_is_not_asked_whether_it_is_at_work(store: S
             store.record(name, event)
     assert [store.log(name).state for name in ("done", "wrong", "stopped", "open")] == ["finished", "failed", "stopped", "at work"]
     assert asked == ["run-open"]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "ü" * 150, "a/b", "a@b", "a b", ""])
+def test_a_name_that_cannot_be_an_alias_is_refused_before_the_run(store: Store, tmp_path: Path, name: str) -> None:
+    with pytest.raises(PunaError, match="--as .*: a name has letters, digits, _, - and . only, and 200 bytes at most"):
+        run(store, "run", "ingest", "--input", str(tmp_path), "--as", name)
+
+
+def test_an_alias_too_long_for_a_file_is_refused(store: Store) -> None:
+    with pytest.raises(PunaError, match="no such alias; one is .*200 bytes at most"):
+        store.set_alias(f"{'a' * 300}@latest", store.artifacts()[0])
