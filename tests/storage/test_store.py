@@ -358,6 +358,22 @@ def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 1
 
 
+def test_two_processes_may_remove_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc` removes what is in the quarantine, also what a run is just removing there."""
+    store, rmtree = Store.open(tmp_path), shutil.rmtree
+    (store.files.scratch("work/abc") / "part").write_text("x")
+
+    def late(folder: Path) -> None:
+        monkeypatch.setattr("puna.storage.files.shutil.rmtree", rmtree)
+        found = maintenance.collect(Store.open(tmp_path), keep_runs=0, work_days=7, remove=True)
+        assert [one.reason for one in found] == ["quarantined"]
+        rmtree(folder)
+
+    monkeypatch.setattr("puna.storage.files.shutil.rmtree", late)
+    store.files.remove("work/abc")
+    assert not list((tmp_path / "quarantine").iterdir()) and not list((tmp_path / "work").iterdir())
+
+
 def test_a_hidden_file_of_a_stage_is_kept_like_the_others(tmp_path: Path) -> None:
     store, identity = Store.open(tmp_path), Identity("stage")
     with store.work(identity.key) as work:
