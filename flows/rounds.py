@@ -134,8 +134,7 @@ def stop_reason(number: int, before: State, after: State, heldout: Output) -> st
     if not isinstance(one, Artifact):
         return ""
     outcome, reason = (str(one.manifest.metrics[name]) for name in ("verdict", "reason"))
-    if outcome != "waits":
-        publish("gate", verdict, one.key[:16])
+    publish("waits" if outcome == "waits" else "gate", verdict, one.key[:16])
     return {"passed": "", "refused": f"gains nothing: {reason}"}.get(outcome, "waits for an approval")
 
 

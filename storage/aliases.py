@@ -25,6 +25,7 @@ FIELDS = {"time", "alias", "artifact"}
 PROJECTS = "refs/.projects"
 PROJECT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}"
 ALIAS = re.compile(rf"(?:({PROJECT})/)?([\w-][\w.-]*)@([\w-][\w.-]*)")
+LONGEST = 200
 NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
 """Pattern of numbered aliases, such as policy@round-2. Once set, a numbered alias never points to another artifact."""
 
@@ -75,10 +76,9 @@ class Aliases:
 
     def parts(self, alias: str) -> tuple[str, str]:
         """Return (project, NAME@VERSION) of an alias. Raise PunaError if the text is not an alias."""
-        if (match := ALIAS.fullmatch(alias)) is None:
-            raise PunaError(
-                f"{alias}: no such alias; one is [PROJECT/]NAME@VERSION, of letters, digits, `_`, `-` and `.`, for example policy@latest"
-            )
+        if (match := ALIAS.fullmatch(alias)) is None or len(alias.encode()) > LONGEST:
+            what = f"[PROJECT/]NAME@VERSION, of letters, digits, `_`, `-` and `.`, {LONGEST} bytes at most, for example policy@latest"
+            raise PunaError(f"{alias}: no such alias; one is {what}")
         return match[1] or self.project, f"{match[2]}@{match[3]}"
 
     def name_for(self, alias: str, viewer: str = DEFAULT) -> str:

@@ -165,7 +165,8 @@ class Artifact:
             return [str(error)]
         if (manifest.kind, manifest.key) != (self.kind, self.key):
             damage.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
-        present = {n: s for n, s in self.files.stats(self.place).items() if not any(p.startswith(".") for p in n.split("/"))}
+        stats, known = self.files.stats(self.place), manifest.files
+        present = {n: s for n, s in stats.items() if n in known or not any(p.startswith(".") for p in n.split("/"))}
         damage += [f"{name} is not in the manifest" for name in sorted(set(present) - set(manifest.files) - {NAME})]
         before = self._checked_versions()
         unchanged = before if quick else {}

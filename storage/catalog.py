@@ -58,7 +58,8 @@ class Catalog:
         self._views = Views(store, [one for one in store.entries() if one["sound"]], literal(pattern(before)), self._compare)
         self.aliases = sorted(store.aliases())
         self.names = [*FACTS, *self._views.names()]
-        words = sorted((name.lower() for name in self.names), key=len, reverse=True)
+        self._by_word = {name.lower(): name for name in self.names}
+        words = sorted(self._by_word, key=len, reverse=True)
         self._words = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w(])" for name in words))
 
     def __enter__(self) -> Catalog:
@@ -92,7 +93,7 @@ class Catalog:
         """Return the names of tables, views and macros that occur in a text."""
         lower = text.lower()
         macros = [name for name in MACROS if re.search(rf"\b{name[:-2]}\s*\(", lower)]
-        return [*dict.fromkeys(self._words.findall(lower)), *macros]
+        return [*dict.fromkeys(self._by_word[word] for word in self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
         """Return the key of the artifact with this name (`stage:NAME`: the newest of a stage). Raise PunaError unless the name fits one."""
@@ -137,7 +138,9 @@ class Catalog:
         self.sql(text)
         how = format_of(file)
         with _named_errors():
-            (rows,) = self.connection.execute(f"copy ({text.strip().rstrip(';')}) to {literal(str(file))} ({how})").fetchone() or (0,)
+            (one,) = self.connection.extract_statements(text)
+            query = re.sub(r";[^;'\"*]*$", "", one.query)  # a comment may end it, hence the line break
+            (rows,) = self.connection.execute(f"copy ({query}\n) to {literal(str(file))} ({how})").fetchone() or (0,)
         return int(rows)
 
 
@@ -183,6 +186,13 @@ def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
             relation = relation.limit(rows)
         table = relation.to_arrow_table() if relation is not None else pa.table({})
         return table.rename_columns(_distinct(table.schema.names))
+
+
+def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows of a result. Raise PunaError for a value that Python cannot hold, such as a date after the year 9999."""
+    with errors_at("a value cannot be shown; cast its column to varchar", OverflowError, ValueError):
+        rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
 
 
 @contextlib.contextmanager

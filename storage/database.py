@@ -25,7 +25,7 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
-VERSION = 5
+VERSION = 6
 """Version of the views; raise it with every change of the views, so that older files are written again."""
 
 

@@ -210,8 +210,9 @@ class LocalFiles(Files):
             # First move the folder away in one step: a half-removed artifact must neither look whole nor block its key.
             doomed = self.root / "quarantine" / f"removed-{path.name[:12]}-{uuid.uuid4().hex}"
             doomed.parent.mkdir(exist_ok=True)
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            with contextlib.suppress(FileNotFoundError):  # another process, such as `gc`, removes the folder, too
+                path.rename(doomed)
+                shutil.rmtree(doomed)
         else:
             path.unlink(missing_ok=True)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from puna.storage.artifact import Artifact, place_of
 from puna.storage.damage import note
 from puna.storage.files import LOCKS
+from puna.storage.index import Entry
 from puna.storage.store import Store
 from puna.storage.work import INPUTS, drop, scan_holdings
 
@@ -58,9 +59,9 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")
     abandoned = [key for key in works if all(s.written <= old for s in files.stats(f"work/{key}").values()) and not files.is_held(key)]
-    in_use, dead = scan_holdings(files, store.holding.name)
-    needed = _needed_files(store, keep_runs, in_use, [key for key in works if key not in abandoned])
-    unneeded = (place_of(one["kind"], one["key"]) for one in store.entries() if one["key"] not in needed)
+    (in_use, dead), by_key = scan_holdings(files, store.holding.name), {one["key"]: one for one in store.entries()}
+    needed = _with_ancestors(by_key, [*in_use, *_needed_keys(store, keep_runs, [key for key in works if key not in abandoned])])
+    unneeded = (place_of(one["kind"], key) for key, one in by_key.items() if key not in needed)
     reasons = dict.fromkeys(unneeded, "no alias and no recent run needs it")
     reasons |= {f"work/{key}": "abandoned work" for key in abandoned}
     reasons |= {f"quarantine/{name}": "quarantined" for name in files.folders("quarantine")}
@@ -74,7 +75,8 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
         # The lock fails while a process works on the key, and keeps processes from starting during the removal.
         key = item.place.rpartition("/")[2]
         with store.lock(key, wait=False) as mine:
-            if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in scan_holdings(files, store.holding.name)[0]:
+            held = _with_ancestors(by_key, scan_holdings(files, store.holding.name)[0])  # a process may use more by now
+            if mine and key in files.folders(item.place.rpartition("/")[0]) and key not in held:
                 files.remove(item.place)
                 removed[item.place] = item
     keys = {place.rpartition("/")[2] for place in removed}
@@ -87,9 +89,8 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
     return list(removed.values())
 
 
-def _needed_files(store: Store, keep_runs: int, in_use: set[str], works: list[str]) -> set[str]:
-    by_key = {one["key"]: one for one in store.entries()}
-    todo = [*in_use, *store.aliases().values(), *store.acceptances().values()]
+def _needed_keys(store: Store, keep_runs: int, works: list[str]) -> list[str]:
+    todo = [*store.aliases().values(), *store.acceptances().values()]
     # A run without an artifact does not count among the last `keep_runs`.
     logs = [log for log in map(store.log, store.runs()) if log.made]
     recent = logs[len(logs) - keep_runs :] if keep_runs else []
@@ -97,7 +98,11 @@ def _needed_files(store: Store, keep_runs: int, in_use: set[str], works: list[st
     for key in works:
         with contextlib.suppress(FileNotFoundError):
             todo += map(str, json.loads(store.files.read(f"work/{key}/{INPUTS}")))
-    needed: set[str] = set()
+    return todo
+
+
+def _with_ancestors(by_key: dict[str, Entry], keys: Iterable[str]) -> set[str]:
+    todo, needed = list(keys), set[str]()
     while todo:
         key = todo.pop()
         if key in by_key and key not in needed:

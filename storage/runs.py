@@ -26,6 +26,9 @@ class Made:
         return asdict(self)
 
 
+ENDS = ("finished", "failed", "stopped")
+
+
 def start_event(flow: str, **about: Any) -> dict[str, Any]:
     """Return the event that opens a log: a run of `flow`, a flow or a single stage. `about`: how the run was started (see `RunLog`)."""
     return {"event": "started", "flow": flow, **about}
@@ -106,7 +109,7 @@ class RunLog:
                 steps.append(Made(**{name: event[name] for name in names}))
             if "time" in event:
                 times.append(datetime.fromisoformat(str(event["time"])))
-        ends = [state for state in ("finished", "failed", "stopped") if state in last]
+        ends = [state for state in ENDS if state in last]
         state = ends[0] if ends else "at work" if at_work else "crashed"
         flow, error = (str(last.get(event, {}).get(name, "")) for event, name in (("started", "flow"), ("failed", "error")))
         error = CRASHED if state == "crashed" else error

@@ -254,7 +254,7 @@ class S3Files(Bucket, Files):
     def local(self, name: str) -> Path:
         own = self.stat(name)
         stats = {name: own} if own is not None else {f"{name}/{inside}": stat for inside, stat in self.stats(name).items()}
-        versions = {one: stat.version for one, stat in stats.items() if not one.rpartition("/")[2].startswith(".")}
+        versions = {one: stat.version for one, stat in stats.items() if not one.endswith("/.checked")}
         self._cache().have(versions, self._fetch)
         return self._cache().path(name)
 

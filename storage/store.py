@@ -35,7 +35,7 @@ from puna.storage.errors import PunaError
 from puna.storage.files import Files, LocalFiles
 from puna.storage.index import Entry
 from puna.storage.manifest import FORMAT, IMPORT, NAME
-from puna.storage.runs import RunLog
+from puna.storage.runs import ENDS, RunLog
 from puna.storage.schemas import KINDS, known_kind, table_schema
 from puna.storage.work import Holding, Identity, Work
 
@@ -312,7 +312,10 @@ class Store:
         return events
 
     def log(self, run: str) -> RunLog:
-        return RunLog.of(run, self.events(run), at_work=self.files.is_held(f"run-{run}"))
+        events = self.events(run)
+        # A look at the lock takes seconds on an object store: an end that is recorded needs none.
+        ended = any(event.get("event") in ENDS for event in events)
+        return RunLog.of(run, events, at_work=not ended and self.files.is_held(f"run-{run}"))
 
 
 def _acceptance(key: str) -> str:

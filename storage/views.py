@@ -5,6 +5,7 @@ The same queries define views in memory (`catalog`), and in a file for any DuckD
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +144,11 @@ class Views:
         return f"select id, url from {self._parquet(files)}" if files else "select null::varchar as id, null::varchar as url where false"
 
     def _by_alias(self) -> dict[str, Entry]:
+        """Return alias → entry, but for aliases that differ only in case, which SQL cannot tell apart."""
         artifacts = {one["key"]: one for one in self.entries if one["kind"] in one["tables"]}
-        return {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
+        aliases = {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
+        several = Counter(alias.lower() for alias in aliases)
+        return {alias: one for alias, one in aliases.items() if several[alias.lower()] == 1}
 
     def _rows(self, table: str, having: list[Entry]) -> str:
         """Return SQL for the rows of one table of the artifacts `having`, with the artifacts' keys in the column `artifact`."""
@@ -152,7 +156,7 @@ class Views:
         own = [one for one in having if not one["tables"][table]["sources"]]
         plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
         if plain:
-            key = r"regexp_extract(filename, '.*/([0-9a-f]{64})/[a-z_]+(/[0-9]+)?\.parquet$', 1)"
+            key = r"regexp_extract(filename, '.*/([0-9a-f]{64})/[a-z0-9_]+(/[0-9]+)?\.parquet$', 1)"
             queries.append(f"select {key} as artifact, * exclude (filename) from {self._parquet(plain, 'filename')}")
         for one in having:
             if one["tables"][table]["sources"]:

@@ -237,16 +237,14 @@ class Holding:
         self._guard = threading.Lock()
         self._lease = contextlib.ExitStack()
 
-    def add(self, key: str) -> None:
-        """Record a key, if the store is writable."""
-        with self._guard:
-            if key in self._keys:
-                return
-            with contextlib.suppress(OSError):
+    def add(self, *keys: str) -> None:
+        """Record keys, if the store is writable."""
+        with self._guard, contextlib.suppress(OSError, PunaError):
+            if new := [key for key in dict.fromkeys(keys) if key not in self._keys]:
                 if not self._keys:
                     self._lease.enter_context(self._files.lease(f"held-{self.name}"))
-                self._files.append(f"{LOGS}{self.name}", key.encode() + b"\n")
-                self._keys.add(key)
+                self._files.append(f"{LOGS}{self.name}", "\n".join([*new, ""]).encode())
+                self._keys.update(new)
 
     def release(self) -> None:
         """Give up all keys. If the store can no longer be written, the lease expires with the process."""

@@ -93,7 +93,6 @@ def clean(
         performer = Performer(steps)
         documents = performer.walk(curate, flow_input).documents.items[0]
     sources = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
-    target.parent.mkdir(parents=True, exist_ok=True)
     _replace(target, lambda file: _write(_rows(documents, now), file, kind))
     dropped = target.with_name(f"{target.stem}.dropped.jsonl")
     _replace(dropped, lambda file: _write(_dropped_rows(now, sources), file, "jsonl"))
@@ -178,6 +177,9 @@ def _choose_topics(texts: list[str], choices: Choices) -> None:
 
 def _target(output: Path) -> tuple[str, Path]:
     """Return the format and the path of the file for the clean documents. Raise PunaError if `output` cannot be used."""
+    place = next(folder for folder in output.absolute().parents if folder.exists())
+    if not place.is_dir():
+        raise PunaError(f"clean: {output}: cannot be written, since {place} is a file; name another place with -o")
     if output.suffix in ENDINGS and not output.is_dir():
         return ENDINGS[output.suffix], output
     if output.suffix and not output.is_dir():
@@ -193,14 +195,13 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
     for artifact in (outcome.artifact for step, outcome in now.outcomes if step in ("language", "domains")):
         names = artifact.manifest.tables["signals"].columns
         signals.append(artifact.read(columns=["id", *(name for name in ("language", "language_score", "domain") if name in names)]))
-    for part in documents.parts(None, None, ROWS):
-        table = part.read()
+    for table in (part.read() for part in documents.parts(None, None, ROWS)) if documents.rows() else [documents.read()]:
         # The store marks a missing date by the epoch; plain files get null.
         at, fetched = table.schema.get_field_index("fetched_at"), table["fetched_at"]
         table = table.set_column(at, "fetched_at", pc.if_else(pc.equal(fetched, EPOCH), pa.scalar(None, fetched.type), fetched))
         for rows in signals:
             table = _beside(table, rows, rows.column_names[1:])
-        yield from table.to_batches()
+        yield from table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]  # a file without rows has columns, too
 
 
 def _dropped_rows(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
@@ -248,6 +249,7 @@ def _replace(target: Path, write: Callable[[Path], object]) -> None:
     """Replace a file atomically: call `write` with a temporary path, then rename it. Raise PunaError if that fails."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         os.replace(temporary, target)
     except OSError as error:

@@ -22,7 +22,7 @@ from puna.stages.contract.external import external
 from puna.stages.evaluation.comparison import differences, evaluations_of, scores_of
 from puna.stages.evaluation.task_file import read_task
 from puna.stages.executors import ranks
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, errors_at
 from puna.storage.catalog import query
 
 app = typer.Typer()
@@ -68,6 +68,8 @@ def evaluate(
 
     if not leads(processes):
         return None
+    if output is not None and not output.absolute().parent.is_dir():
+        raise PunaError(f"--output {output}: there is no folder {output.absolute().parent}")
     opened = Store.open(store, project)
     prepare(opened.root)
     values = {
@@ -81,7 +83,8 @@ def evaluate(
     ranks.finish()
     text = evaluation.path(RESULTS).read_text(encoding="utf-8")
     if output is not None:
-        output.write_text(text, encoding="utf-8")
+        with errors_at(f"--output {output}", OSError):
+            output.write_text(text, encoding="utf-8")
     if as_json:
         return typer.echo(json.dumps(json.loads(text)))
     _print_scores(evaluation)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console as Terminal
-from rich.markup import escape
 from rich.table import Table
 
 from puna.flows.engine.console import summary, tee_stderr
@@ -58,7 +58,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
     """Print the first MOST_ROWS rows as a table, or all rows as JSON lines."""
     if as_json:
         for row in rows:
-            typer.echo(json.dumps(row, default=_text))
+            typer.echo(json.dumps(row, default=_json_value))
         return
     names = columns or (list(rows[0]) if rows else [])
     table = Table(box=None, header_style="bold")
@@ -66,13 +66,15 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
         table.add_column(name, overflow="fold")
     for row in rows[:MOST_ROWS]:
         table.add_row(*(_cell(row.get(name)) for name in names))
-    terminal = Terminal(highlight=False, emoji=False) if sys.stdout.isatty() else Terminal(highlight=False, width=200, emoji=False)
+    terminal = Terminal(highlight=False, emoji=False, markup=False, width=None if sys.stdout.isatty() else 200)
     terminal.print(table)
     if len(rows) > MOST_ROWS:
         terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")
 
 
-def _text(value: Any) -> str:
+def _json_value(value: Any) -> str | int | float:
+    if isinstance(value, Decimal):  # DuckDB's sum of whole numbers, among others
+        return int(value) if value == value.to_integral_value() else float(value)
     return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
 
 
@@ -91,11 +93,11 @@ def _cell(value: Any) -> str:
         text = f"{value:.6g}"
     elif isinstance(value, bytes):
         text = f"{len(value):,} bytes"
-    elif isinstance(value, (str, datetime)):
-        text = str(value)
+    elif isinstance(value, (bool, list, dict)):
+        text = json.dumps(value, default=_json_value, ensure_ascii=False)
     else:
-        text = json.dumps(value, default=_text, ensure_ascii=False)
-    return escape(text if len(text) <= 300 else text[:297] + "…")
+        text = str(value)
+    return text if len(text) <= 300 else text[:297] + "…"
 
 
 def _counts(log: RunLog) -> dict[str, int]:

@@ -231,7 +231,7 @@ def report(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write one self-contained HTML page about a run, or about a comparison of two runs."""
-    typer.echo(str(write(Store.open(store), run_name, output, compare)))
+    typer.echo(str(write(Store.existing(store), run_name, output, compare)))
 
 
 def main() -> None:

@@ -122,6 +122,8 @@ class Annotations:
         counts = [_words(text, page) for text, page in zip(self.texts, pages, strict=True)]
         self.good, self.bad = np.array(counts, np.int64).reshape(-1, 2).T
         rows = [_row(number, text) for number, text in enumerate(self.texts) if text is not None]
+        if not rows:
+            raise PunaError("rules: no text can be extracted from any of the annotated pages")
         self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
 
     def groups(self, languages: Sequence[str]) -> dict[str, Mask]:

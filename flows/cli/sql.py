@@ -73,7 +73,7 @@ def write_result(store: Store, text: str, output: Path) -> int:
 def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
     """Print a statement's result; warn about unverified bytes and, on a terminal, about views with rows of several artifacts."""
     table = catalog.run(opened, text)
-    print_rows(table.to_pylist(), as_json, table.schema.names)
+    print_rows(catalog.rows_of(table), as_json, table.schema.names)
     if opened.uncompared:
         typer.echo(f"{opened.uncompared:,} bytes were not compared with their checksums; `puna verify` compares them", err=True)
     if not sys.stderr.isatty():

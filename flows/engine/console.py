@@ -37,7 +37,7 @@ class Console:
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
-        self._terminal = Terminal(stderr=json, highlight=False, soft_wrap=True, emoji=False)
+        self._terminal = Terminal(stderr=json, highlight=False, soft_wrap=True, emoji=False, markup=False)
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._step, self._said = "", 0.0
@@ -45,8 +45,8 @@ class Console:
     def __enter__(self) -> Console:
         if self._terminal.is_terminal:
             columns = (
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[note]}", markup=False),
+                TimeElapsedColumn(), TimeRemainingColumn(),
             )  # fmt: skip
             self._bar = Progress(*columns, console=self._terminal, transient=True)
             self._bar.start()
@@ -56,13 +56,13 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, text: str | Table) -> None:
-        (self._bar.console if self._bar else self._terminal).print(text)
+    def say(self, text: str | Table, *, styled: bool = False) -> None:
+        (self._bar.console if self._bar else self._terminal).print(text, markup=styled)
 
     def start_step(self, step: str, why: list[Change] | None) -> None:
         """Announce a stage that starts to compute; `why`: the changes since its last run, None if it never ran."""
         if why:
-            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {escape(in_short(why))}[/]")
+            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {escape(in_short(why))}[/]", styled=True)
         if self._bar is not None:
             self._tasks[step] = self._bar.add_task(step, total=None, note="")
         self._step, self._said = step, time.monotonic()
@@ -73,7 +73,7 @@ class Console:
             self._bar.update(self._tasks[self._step], completed=done, total=total, note=note)
         elif time.monotonic() - self._said > EVERY_SECONDS:
             self._said = time.monotonic()
-            self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {escape(note)}[/]")
+            self.say(f"[dim]{self._step:24s} {100 * done / max(total, 1):3.0f} % {escape(note)}[/]", styled=True)
 
     def remove_bar(self, step: str) -> None:
         if self._bar is not None and step in self._tasks:
@@ -82,7 +82,7 @@ class Console:
     def fail_step(self, step: str) -> None:
         """Announce a stage that failed or was stopped."""
         self.remove_bar(step)
-        self.say(f"{step:24s} [red]not finished[/]")
+        self.say(f"{escape(step):24s} [red]not finished[/]", styled=True)
 
     def finish_step(self, step: str, outcome: Outcome) -> None:
         self.remove_bar(step)
@@ -92,7 +92,7 @@ class Console:
         state = "[green]reused[/]" if outcome.reused else f"{outcome.seconds:5.1f} s"
         rows = f"{artifact.rows():>9,} rows" if artifact.kind in artifact.tables else ""
         dropped = f", {artifact.rows('dropped'):,} dropped" if "dropped" in artifact.tables else ""
-        self.say(f"{step:24s} {artifact.id:26s} {state:>8s} {(rows + dropped).removeprefix(', ')}")
+        self.say(f"{escape(step):24s} {artifact.id:26s} {state:>8s} {(rows + dropped).removeprefix(', ')}", styled=True)
 
 
 def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:

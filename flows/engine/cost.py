@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from puna.flows.engine.declare import Flow
-from puna.flows.engine.inputs import parse_inputs
+from puna.flows.engine.inputs import existing_sample, parse_inputs, reads_sample
 from puna.flows.engine.launch import Request, stage_config, stage_inputs, target_named
 from puna.flows.engine.plan import PlannedStep, plan_flow, plan_stage
 from puna.flows.engine.recipe import Recipe
@@ -47,6 +47,8 @@ def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedSt
     if isinstance(target, Flow):
         return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
     config, inputs, store = _alone(target, request, place)
+    if reads_sample(target) and not any(inputs.values()):  # the run fetches the sample first
+        return target, [PlannedStep(target.name, target.name, "after", "input inputs")]
     return target, [plan_stage(target, config, inputs, store)]
 
 
@@ -54,7 +56,8 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
     config = stage_config(stage, request.recipe, list(request.changes))
     store = Store.existing(place).within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
-    return config, stage_inputs(stage, parsed.items, parsed.named), store
+    items = parsed.items or (existing_sample(store) if reads_sample(stage) else [])
+    return config, stage_inputs(stage, items, parsed.named), store
 
 
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:

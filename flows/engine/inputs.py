@@ -11,11 +11,11 @@ from pathlib import Path
 
 from puna.flows.engine.declare import Flow, Item, input_kind, name_of
 from puna.flows.engine.defaults import ADDRESSES, REFUSED
-from puna.stages.contract import External
+from puna.stages.contract import External, Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.stages.contract.external import is_named, public
 from puna.storage import Artifact, PunaError, Store
-from puna.storage.aliases import ALIAS
+from puna.storage.aliases import ALIAS, LONGEST
 from puna.storage.schemas import KINDS
 
 IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
@@ -48,9 +48,10 @@ def is_artifact(text: str) -> bool:
 
 def alias_of(name: str) -> str:
     """Return the alias that `--as NAME` sets; raise PunaError if NAME is not valid."""
-    if not re.fullmatch(r"[\w-][\w.-]*", name):
-        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, for example smollm2")
-    return f"{name}@latest"
+    alias = f"{name}@latest"
+    if "/" in name or not ALIAS.fullmatch(alias) or len(alias.encode()) > LONGEST:
+        raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, and {LONGEST} bytes at most, for example smollm2")
+    return alias
 
 
 def parse_inputs(texts: Sequence[str], specs: Sequence[InputSpec], store: Store, where: str) -> RunInputs:
@@ -114,6 +115,16 @@ def given_items(flow: Flow, wanted: RunInputs, store: Store, sample: Callable[[]
     if wanted:
         return wanted.items
     return [*sample()] if flow.takes_files else latest(flow.inputs, store, quiet)
+
+
+def reads_sample(what: Flow | Stage) -> bool:
+    """True if a run without inputs reads the sample: of a flow that takes files first, or of a stage that makes pages of files."""
+    return what.takes_files if isinstance(what, Flow) else what.kind == "pages" and any(spec.kind == "external" for spec in what.inputs)
+
+
+def existing_sample(store: Store) -> list[External]:
+    """Return the files of the sample that the store already has."""
+    return [item for file in sorted(sample_folder(store.root).glob("*.warc.gz")) for item in External.resolve(str(file))]
 
 
 def sample_folder(root: Path) -> Path:

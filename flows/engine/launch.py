@@ -15,15 +15,16 @@ from puna.flows.engine import preflight
 from puna.flows.engine.console import Console, closing_table
 from puna.flows.engine.declare import Flow, Given, Item, assign
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
-from puna.flows.engine.inputs import RunInputs, given_items, parse_inputs, sample_folder
+from puna.flows.engine.inputs import RunInputs, given_items, parse_inputs, reads_sample, sample_folder
 from puna.flows.engine.perform import Performer
-from puna.flows.engine.recipe import Recipe, overridden, project_change, read_values
+from puna.flows.engine.recipe import Recipe, as_yaml, overridden, project_change, read_values
 from puna.flows.engine.session import Session, session
 from puna.flows.engine.trace import load, load_flows, load_stages, trace
 from puna.flows.server.client import named_server
 from puna.stages.contract import External, Stage, StageConfig, Value, did_you_mean, parse
 from puna.stages.executors import PROCESSES
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.explain import flat
 
 PREFIXES = ("flow:", "stage:")
 YOUNG = 20_000
@@ -142,7 +143,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     store = store.within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
     items = parsed.items
-    if any(spec.kind == "external" and not spec.optional for spec in stage.inputs) and not items:
+    if reads_sample(stage) and not items:
         items += sample_pages(store, request.json)
     values = stage_inputs(stage, items, parsed.named)
     named_server()
@@ -171,6 +172,12 @@ def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageC
     for change in changes:
         overridden(values, change.removeprefix(f"{stage.name}."))
     return parse(stage.config, values, stage.name)
+
+
+def changes_of(stage: Stage, values: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the settings that differ from the stage's defaults, as texts for `--set`. `values`: path → value as `as_yaml` writes it."""
+    own = flat(stage.config.model_construct().model_dump(mode="json", warnings=False))
+    return tuple(f"{path}={value}" for path, value in values.items() if path and (path not in own or value != as_yaml(own[path])))
 
 
 def checked_inputs(

@@ -10,7 +10,7 @@ from typing import Any
 
 from puna.flows.engine.console import in_short
 from puna.flows.engine.declare import Flow, Item, Output, Walk, given_as, name_of, values
-from puna.flows.engine.inputs import given_items, parse_inputs, sample_folder
+from puna.flows.engine.inputs import existing_sample, given_items, parse_inputs
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import load_stages
 from puna.flows.html.markup import disk_size
@@ -170,8 +170,7 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
             store = Store.open(empty)
         planner = Planner(recipe, store, Experience(store))
         inputs = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
-        sample = (str(file) for file in sorted(sample_folder(store.root).glob("*.warc.gz")))
-        items = given_items(flow, inputs, store, lambda: [item for file in sample for item in External.resolve(file)], quiet=True)
+        items = given_items(flow, inputs, store, lambda: existing_sample(store), quiet=True)
         planner.walk(flow, flow.by_kind(items, inputs.named, inputs.sources) if items or inputs else flow.placeholders())
     return planner.steps
 

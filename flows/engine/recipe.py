@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -308,3 +309,11 @@ def _place(items: list[Any], text: str, change: str) -> int:
     if not text.isdecimal() or int(text) >= len(items):
         raise PunaError(f"--set {change}: {text} is no index of a list of {len(items)} items; the first is 0")
     return int(text)
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as YAML: text without quotes if YAML parses this as the same text, else JSON."""
+    with suppress(yaml.YAMLError):
+        if isinstance(value, str) and value and yaml.safe_load(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)

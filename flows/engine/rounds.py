@@ -176,7 +176,7 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out a round's verdict and return a sentence on the outcome. Calling it again, or while the round waits, changes nothing.
+    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing. A waiting round is kept.
 
     If the round passed, `policy@latest` and `policy@round-N` become its candidate. Raise PunaError if `policy@latest` has moved.
     """
@@ -191,8 +191,8 @@ def settle(store: Store, done: Round) -> str:
         name = f"policy@round-{done.number}"
         if (alias := store.set_alias(name, done.candidate)) != name:
             message += f"; {name} names another model, so this one is {alias}"
-    if done.verdict != "waits":
-        store.set_alias(done.mark, done.deciding)
+    # `gc` keeps what an alias names, so that a round may wait for a person as long as it takes.
+    store.set_alias(f"waits@{done.gate.key[:16]}" if done.verdict == "waits" else done.mark, done.deciding)
     return message
 
 

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.markup import escape
-
 from puna.flows.engine.console import Console, tee_stderr
 from puna.flows.report import place, write, written_before
 from puna.flows.server.client import from_environment, server_of
@@ -259,7 +257,7 @@ def _tell_saved(session: Session, in_server: bool) -> None:
         again = f"Go on with: {shlex.join(['puna', *words])}"
     with contextlib.suppress(OSError, PunaError):
         text = message(session.store, session.unfinished, again)
-        session.console.say(escape(text))
+        session.console.say(text)
         session.reporter.log(text)
 
 

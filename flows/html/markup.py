@@ -157,9 +157,9 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Return a number of bytes as text, in powers of 1000."""
-    for bound, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= bound:
-            return f"{count / bound:.3g} {unit}"
+    for bound, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= 0.9995 * bound:
+            return f"{count / bound:.3g} {unit}" if count < 999.5 * bound else f"{count / bound:,.0f} {unit}"
     return f"{count:.0f} B"
 
 

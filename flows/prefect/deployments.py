@@ -33,11 +33,12 @@ from pydantic import Field, ValidationError
 
 from puna.flows.engine.declare import Flow, first_sentence
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
-from puna.flows.engine.inputs import check_address
-from puna.flows.engine.launch import Request, run_flow, run_stage
+from puna.flows.engine.inputs import check_address, reads_sample
+from puna.flows.engine.launch import Request, changes_of, run_flow, run_stage
+from puna.flows.engine.recipe import as_yaml
 from puna.flows.prefect import task  # noqa: F401 - importing it makes sessions run steps as tasks
 from puna.flows.prefect.deployment_sync import STOPPED, DeploymentSync
-from puna.flows.prefect.forms import Offer, changed_fields, offers, reference_in
+from puna.flows.prefect.forms import Offer, offers, reference_in
 from puna.flows.server.client import Server
 from puna.flows.server.reporter import MADE_UP
 from puna.stages.contract import Stage
@@ -45,6 +46,7 @@ from puna.stages.contract.declaration import InputSpec
 from puna.stages.executors import FORMS, PROCESSES
 from puna.storage import PunaError, Store
 from puna.storage.aliases import checked_project
+from puna.storage.explain import flat
 
 GRACE_SECONDS = 20.0
 FRESH_SECONDS = 5.0
@@ -61,10 +63,11 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
         if isinstance(what, Flow):
             request = Request(f"flow:{what.name}", reference_in(values["recipe"]), tuple(values["changes"]), texts, **how)
             return _run_work(request, lambda: run_flow(what, request, _open_store(values)))
-        request = Request(f"stage:{what.name}", None, changed_fields(offer, values["config"]), texts, **how)
+        changes = changes_of(what, {path: as_yaml(value) for path, value in flat(values["config"].model_dump(mode="json")).items()})
+        request = Request(f"stage:{what.name}", None, changes, texts, **how)
         return _run_work(request, lambda: run_stage(what, request, _open_store(values), values["config"]).id)
 
-    inputs = [_input(spec, needed=isinstance(what, Stage) and not spec.optional) for spec in what.inputs]
+    inputs = [_input(spec, isinstance(what, Stage) and not spec.optional, reads_sample(what)) for spec in what.inputs]
     if isinstance(what, Flow):
         changes = "Fields to change: select.gopher_quality.min_words=60; line_dedup=null leaves a step out"
         recipe = "Recipe with the values of all steps; a YAML file must be on the machine that starts the runs"
@@ -115,10 +118,10 @@ def _run_work(request: Request, work: Callable[[], str]) -> Any:
         raise
 
 
-def _input(spec: InputSpec, *, needed: bool) -> inspect.Parameter:
+def _input(spec: InputSpec, needed: bool, sample: bool) -> inspect.Parameter:
     kind: Any = list[str] if spec.many else str
     if spec.kind == "external":
-        description = "Files or folders to read, [NAME=]URI each" + ("; none: the sample of real pages" if spec.name == "inputs" else "")
+        description = "Files or folders to read, [NAME=]URI each" + ("; none: the sample of real pages" if sample else "")
         return _parameter(spec.name, kind, description, [] if spec.many else "")
     return _parameter(spec.name, kind if needed else kind | None, f"Of kind {spec.kind}", inspect.Parameter.empty if needed else None)
 
@@ -222,7 +225,7 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
         time.sleep(FRESH_SECONDS)
         try:
             offering.refresh()
-        except PunaError as error:
+        except Exception as error:  # noqa: BLE001 - a file of the store may go while it is read; the next update looks again
             print(f"forms could not be updated: {error}", file=sys.stderr, flush=True)
 
 

@@ -14,10 +14,9 @@ from puna.flows.engine.launch import stage_config
 from puna.flows.engine.recipe import read_values, shipped_recipes
 from puna.flows.engine.trace import everything, fields, load_flows, load_stages
 from puna.flows.html.markup import made_at
-from puna.stages.contract import Stage, StageConfig
+from puna.stages.contract import Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
-from puna.storage.explain import flat
 
 GROUPS = ("curate", "experiments", "pretrain", "align", "io")
 """The folders of stages in the order of the pipeline. The stages of other folders come last."""
@@ -101,12 +100,6 @@ def settings_of(stage: Stage) -> list[tuple[str, str]]:
 
 def set_by_recipes(stage: Stage) -> set[str]:
     return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
-
-
-def changed_fields(offer: Offer, config: StageConfig) -> tuple[str, ...]:
-    """Return the fields of a configuration that differ from the form's initial values, as texts for `--set`."""
-    before, now = flat(defaults(offer).get("config", {})), flat(config.model_dump(mode="json"))
-    return tuple(f"{name}={json.dumps(value)}" for name, value in now.items() if name and before.get(name) != value)
 
 
 @cache

@@ -18,7 +18,7 @@ from puna.stages.prompts.lookups import answers_without_model
 from puna.stages.training.intervals import wilson
 
 HERE = Path(__file__).parent
-MAKER = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(HERE.glob("*.*")) if file.is_file())).hexdigest()
+MAKER = hashlib.sha256(b"".join(f.read_bytes() for f in sorted([*HERE.glob("*.*"), *HERE.parent.glob("html/*.py")]))).hexdigest()
 """Digest of the code that makes pages, recorded in each page."""
 PREFERENCE_KINDS = ("preferences", "instructions")
 SHARES = (("language", "language"), ("domain", "knowledge type"))  # columns of signals whose shares are shown, and their names

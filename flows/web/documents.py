@@ -17,6 +17,7 @@ from puna.flows.report.why import fate
 from puna.flows.web.frame import Here, Site, artifact_link, field, form_fields, note, option, pages, plain
 from puna.stages.curate.minhash.index import describe, has_index, resembling
 from puna.storage import Artifact, PunaError, Store
+from puna.storage.parts import Follower
 
 MOST_FOUND = 20
 MOST_HITS = 40
@@ -134,13 +135,12 @@ def _dropped_by(artifact: Artifact, rules: Counter[str]) -> Content:
 
 def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
     began = time.monotonic()
-    dropped = artifact.read("dropped").to_pylist() if rule and "dropped" in artifact.tables else []
-    why = {row["id"]: row for row in dropped if rule in (ANY, row["rule"])}
     cards: list[Html] = []
     seen = whole = 0
-    for source, batch in _batches(store, artifact, rule):
+    for source, batch, dropped in _batches(store, artifact, rule):
         whole = sum(one.rows() for one in source)
         seen += batch.num_rows
+        why = {row["id"]: row for row in dropped}
         matches = batch.filter(pc.is_in(batch["id"], pa.array(list(why), pa.string()))) if rule else batch
         cards += [_card(row, words, why.get(row["id"])) for row in _matching(matches, words).slice(0, MOST_HITS - len(cards)).to_pylist()]
         if len(cards) >= MOST_HITS or time.monotonic() - began > SECONDS:
@@ -150,8 +150,9 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
     return section("found", summary, None, tag("div", cards, class_="cards"), tag("p", "") if not cards else None)
 
 
-def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch]]:
-    """Yield (searched artifacts, batch) from `artifact` or, for a `rule`, its stored inputs. Columns: id, url, title, source, text."""
+def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch, list[dict[str, Any]]]]:
+    """Yield (artifacts to search, batch, rows of it that `rule` dropped) from `artifact` or, for a rule, its stored inputs. Columns, if
+    any: id, url, title, source, text."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return
@@ -162,8 +163,10 @@ def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list
             raise PunaError(f"{artifact.id}: its inputs are no longer in the store")
     for one in holding:
         columns: list[str] = [name for name in ("id", "url", "title", "source", "text") if name in one.columns()]
+        drops = Follower(artifact.beside(table="dropped"), "", None) if rule else None
         for batch in one.batches(columns=columns, rows=1024):
-            yield holding, batch
+            rows = drops.upto(batch["id"][-1].as_py()) if drops else artifact.schema().empty_table()
+            yield holding, batch, (rows if rule in ("", ANY) else rows.filter(pc.equal(rows["rule"], rule))).to_pylist()
 
 
 def _matching(batch: pa.RecordBatch, words: str) -> pa.RecordBatch:

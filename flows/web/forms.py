@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode
 
-import yaml
-
 from puna.flows.engine.declare import Flow, first_sentence, input_kind
 from puna.flows.engine.defaults import DEFAULT_RECIPE
-from puna.flows.engine.launch import Request
-from puna.flows.engine.recipe import shipped_recipes
+from puna.flows.engine.inputs import reads_sample
+from puna.flows.engine.launch import Request, changes_of
+from puna.flows.engine.recipe import as_yaml, shipped_recipes
 from puna.flows.html.markup import Content, Html, details, tag
 from puna.flows.prefect.forms import Choices, Offer, defaults, offers, reference_in, set_by_recipes, settings_of, values_of
 from puna.flows.web.frame import Site, button, field, hidden_input, note, once, option, problem, projects_nav, tab
@@ -47,7 +44,7 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
         projects_nav(store, project or DEFAULT, f"/puna/start/{name}"),
         tag("form",
             tag("div", _recipe(offer, form), _project_field(store, project),
-                [_input(spec, choices, form) for spec in what.inputs], settings),
+                [_input(spec, choices, form, reads_sample(what)) for spec in what.inputs], settings),
             tag("div", plan or (None if refused else waiting), id="outcome", aria_live="polite"),
             hidden_input("token", site.token),
             tag("p", go, " ", tag("button", "Plan", formaction=f"/puna/start/{name}/plan"), " ", other, class_="buttons"),
@@ -85,13 +82,8 @@ def request_of(offer: Offer, form: Asked) -> Request:
         lines = [line.strip() for text in form.get("changes", ()) for line in text.splitlines()]
         changes = [line for line in lines if line]
         return Request(f"flow:{offer.what.name}", recipe or DEFAULT_RECIPE, tuple(changes), tuple(texts), project=project_of(form))
-    before, own = _values(offer, recipe), flat(offer.what.config.model_construct().model_dump(mode="json", warnings=False))
-    changes = []
-    for path, value in before.items():
-        now = form[f"set.{path}"][0] if f"set.{path}" in form else _as_yaml(value)
-        if now != _as_yaml(own.get(path)) or path not in own:
-            changes.append(f"{path}={now}")
-    return Request(f"stage:{offer.what.name}", None, tuple(changes), tuple(texts), project=project_of(form))
+    values = {path: form.get(f"set.{path}", [as_yaml(value)])[0] for path, value in _values(offer, recipe).items()}
+    return Request(f"stage:{offer.what.name}", None, changes_of(offer.what, values), tuple(texts), project=project_of(form))
 
 
 def offer_of(name: str) -> Offer:
@@ -110,7 +102,7 @@ def first_words(doc: str) -> list[Content]:
 
 def values_given(spec: InputSpec, form: Asked) -> list[str]:
     lines = [line.strip() for text in form.get(spec.name, ()) for line in text.splitlines()]
-    return [reference_in(line) for line in lines if line]
+    return [line if spec.kind == "external" else reference_in(line) for line in lines if line]
 
 
 def _recipe(offer: Offer, form: Asked) -> Content:
@@ -126,11 +118,11 @@ def _recipe(offer: Offer, form: Asked) -> Content:
     return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden_input("recipe", now) if now else None]
 
 
-def _input(spec: InputSpec, choices: Choices, form: Asked) -> Html:
+def _input(spec: InputSpec, choices: Choices, form: Asked, sample: bool) -> Html:
     """Return the form's field for an input: a text box with a line per file, or a list of artifacts."""
     now = values_given(spec, form)
     if spec.kind == "external":
-        none = ", none: the sample of real pages" if spec.name == "inputs" else ", optional" if spec.optional else ""
+        none = ", none: the sample of real pages" if sample else ", optional" if spec.optional else ""
         words = f"{spec.name}: files or folders, one per line{none}"
         return field(words, tag("textarea", "\n".join(now), name=spec.name, rows=2, spellcheck="false"))
     there = choices.of(spec.kind)
@@ -171,7 +163,7 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
         parts.append(tag("div", fields_of([path for path in own if path not in rare]), class_="sliders"))
         if rare:
             heading = [tag("b", "more"), f" {', '.join(rare)}"]
-            changed = any(form.get(f"set.{path}", [_as_yaml(values[path])])[0] != _as_yaml(values[path]) for path in rare)
+            changed = any(form.get(f"set.{path}", [as_yaml(values[path])])[0] != as_yaml(values[path]) for path in rare)
             parts.append(details(heading, tag("div", fields_of(rare), class_="sliders"), open_=changed, class_="more"))
     for group, paths in groups.items():
         about = schema["properties"].get(group, {}).get("description", "")
@@ -189,7 +181,7 @@ def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list
 
 
 def _setting(path: str, value: Any, form: Asked, about: str, choices: Sequence[str]) -> Html:
-    now = form.get(f"set.{path}", [_as_yaml(value)])[0]
+    now = form.get(f"set.{path}", [as_yaml(value)])[0]
     words = [tag("b", path), f" {about}"]
     if choices := ("true", "false") if isinstance(value, bool) else choices:
         control = tag("select", [option(word, word, chosen=word == now) for word in choices], name=f"set.{path}")
@@ -222,11 +214,3 @@ def _values(offer: Offer, recipe: str) -> dict[str, Any]:
         needed = dict.fromkeys(name for name, one in offer.what.config.model_fields.items() if one.is_required())
         values = needed | offer.what.config.model_construct().model_dump(mode="json", warnings=False)
     return flat(values) if values else {}
-
-
-def _as_yaml(value: Any) -> str:
-    """Return a value as YAML: text without quotes if YAML parses this as the same text, else JSON."""
-    with suppress(yaml.YAMLError):
-        if isinstance(value, str) and value and yaml.safe_load(value) == value:
-            return value
-    return json.dumps(value, ensure_ascii=False)

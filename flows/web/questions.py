@@ -68,7 +68,7 @@ def answer(store: Store, question: str) -> Html:
         result = catalog.run(opened, question.strip().rstrip(";"), rows=MOST_ROWS + 1)
     head = result.slice(0, MOST_ROWS)
     numeric = [n for n, field in enumerate(result.schema) if str(field.type).startswith(("int", "uint", "float", "double", "decimal"))]
-    rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in head.to_pylist()]
+    rows: list[list[Content]] = [[plain(value) for value in row.values()] for row in catalog.rows_of(head)]
     took = duration(time.perf_counter() - began)
     more = "; there are more rows" if result.num_rows > MOST_ROWS else ""
     more += f"; {opened.uncompared:,} bytes were not compared with their checksums" if opened.uncompared else ""

@@ -40,6 +40,7 @@ class Selection:
     table: pa.Table
     languages: pa.Table | None
     rules: list[Rule | SqlRule]
+    step: str
     gone: Mapping[str, str]
     """Id → name of the rule, for each document that the unchanged rules drop."""
 
@@ -72,7 +73,9 @@ def _selection(store: Store, artifact: Artifact) -> Selection:
         for name in names:
             whole = whole.append_column(name, columns[name])
     tables = languages.read("languages") if languages is not None else None
-    return Selection(artifact, documents, config, whole, tables, rules, _decide(whole, rules, tables))
+    made = store.log(m.run).made if m.run in store.runs() else ()
+    step = next((one.step for one in made if one.key == artifact.key), "select")
+    return Selection(artifact, documents, config, whole, tables, rules, step, _decide(whole, rules, tables))
 
 
 def _decide(whole: pa.Table, rules: list[Rule | SqlRule], languages: pa.Table | None) -> dict[str, str]:
@@ -143,7 +146,7 @@ def replay(of: Selection, query: Mapping[str, str]) -> Html:
     rules = [replace(rule, threshold=moved[rule.name]) if isinstance(rule, Rule) and rule.name in moved else rule for rule in of.rules]
     now = _decide(of.table, rules, of.languages)
     more, fewer = [i for i in now if i not in of.gone], [i for i in of.gone if i not in now]
-    change = " ".join(f"--set select.{name}={value:.12g}" for name, value in moved.items())
+    change = " ".join(f"--set {of.step}.{name}={value:.12g}" for name, value in moved.items())
     return tag(
         "div", _counts(of, of.gone, now),
         tag("p", "On the command line: ", tag("code", change)),

@@ -64,7 +64,7 @@ def by_todays_code(artifact: Artifact, store: Store) -> Identity:
                 raise PunaError(f"{artifact.id} was made from {record.kind}/{record.key[:12]}, which is no longer in the store")
             inputs.setdefault(record.name, []).append(source)
     symbols = code.symbols(stage, [*config.reaches(), *(stage.named(inputs) if stage.named else ())])
-    return Identity(stage.name, code_version(symbols), symbols, manifest.config, manifest.inputs)
+    return Identity(stage.name, code_version(symbols), symbols, config.identity(), manifest.inputs)
 
 
 def execute(stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, **how: Any) -> Artifact:
@@ -85,6 +85,7 @@ def perform(
     `on_start` is called before the function runs, but not for a reused artifact. `part_rows`: maximum rows per part."""
     start = time.perf_counter()
     identity = identify(stage, config, given)
+    store.holding.add(identity.key, *(one.key for one in identity.inputs if one.kind != "external"))
     artifact = reusable(stage, identity, store)
     if artifact is None and isinstance(executor, PartExecutor) and ((on_device := _takes_device(stage, executor)) or apart):
         if on_start:

@@ -154,7 +154,9 @@ def external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """Return a path's visible files, sorted. Raise PunaError for links that leave it, except the hub cache's links to blobs."""
+    """Return a path's visible files, sorted. Raise PunaError for a link, except to a file below it or, in the hub's cache, to a blob."""
+    if (shown := str(root).encode(errors="backslashreplace").decode()) != str(root):
+        raise PunaError(f"input {shown}: is not UTF-8; rename the file or folder")
     place = root.resolve()
     whole = place.parents[list(place.parts)[::-1].index("snapshots")] if "snapshots" in place.parts[-4:] else place
     files = []

@@ -140,7 +140,8 @@ class _Canonical(ast.NodeTransformer):
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         node.decorator_list = [self.visit(item) for item in node.decorator_list]
-        node.returns = None
+        # The return annotation of a signal's definition is the type of the signal's column.
+        node.returns = node.returns if "signal" in map(_called, node.decorator_list) else None
         for argument in _arguments(node.args):
             argument.annotation = None
         node.args = self.visit(node.args)
@@ -205,8 +206,7 @@ class _Canonical(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name == "Field":
+        if (name := _called(node)) == "Field":
             node.keywords = [keyword for keyword in node.keywords if keyword.arg not in FIELD]
         elif name == "stage":
             node.keywords = [keyword for keyword in node.keywords if keyword.arg not in DECLARATION]
@@ -222,6 +222,11 @@ class _Canonical(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         node.msg = None
         return self.generic_visit(node)
+
+
+def _called(node: ast.expr) -> str:
+    function = node.func if isinstance(node, ast.Call) else None
+    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
 
 
 def _arguments(arguments: ast.arguments) -> list[ast.arg]:

@@ -31,14 +31,14 @@ def new_folder(target: Path) -> Iterator[Path]:
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PunaError(f"export: {target} is there already and not empty; give a new folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.part"
-    part.mkdir()
     try:
-        yield part
-        if target.exists():
-            target.rmdir()
-        os.replace(part, target)
+        with errors_at(f"export: {target}", OSError):
+            part.mkdir(parents=True)
+            yield part
+            if target.exists():
+                target.rmdir()
+            os.replace(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

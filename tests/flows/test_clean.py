@@ -150,6 +150,9 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     with pytest.raises(PunaError, match="name a folder, or a file that ends in"):
         clean(["x.jsonl"], tmp_path / "out.csv", store)
+    (tmp_path / "file").touch()
+    with pytest.raises(PunaError, match=r"out\.jsonl: cannot be written, since .*file is a file"):
+        clean(["x.jsonl"], tmp_path / "file" / "out.jsonl", store)
     with pytest.raises(PunaError, match="there is no such file"):
         clean([str(tmp_path / "nothing")], tmp_path / "out", store)
     (tmp_path / "empty.jsonl").write_text('{"text": "  "}\n')
@@ -193,4 +196,6 @@ def test_pages_of_which_none_is_kept_give_a_report_and_the_reasons(tmp_path: Pat
     found = clean([str(file)], out, Store.open(tmp_path / "store"), workers=1, quiet=True)
     assert (found.kept, found.pages, found.documents.read_text()) == (0, 1, "")
     assert [json.loads(line)["rule"] for line in found.dropped.read_text().splitlines()] == ["gopher_quality.min_words"]
+    rows = pq.read_table(clean([str(file)], tmp_path / "none.parquet", Store.open(tmp_path / "store"), workers=1, quiet=True).documents)
+    assert rows.num_rows == 0 and {"id", "url", "text", "language"} <= set(rows.column_names)
     assert found.report.stat().st_size > 10_000

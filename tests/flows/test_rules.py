@@ -84,6 +84,12 @@ def test_the_command_reads_rows_and_names_what_they_lack(tmp_path: Path) -> None
         read_annotated(tmp_path / "nowhere.parquet")
 
 
+def test_pages_of_which_none_has_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pages.jsonl").write_text('{"html": "", "good": true}\n')
+    result = CliRunner().invoke(app, ["rules", "--on", str(tmp_path / "pages.jsonl")])
+    assert isinstance(result.exception, PunaError) and "no text can be extracted from any of the annotated pages" in str(result.exception)
+
+
 def test_rules_on_a_classifier_that_the_recipe_trains_are_named(tmp_path: Path) -> None:
     found = evidence(Annotations(PAGES, Store.open(tmp_path / "store"), ExtractConfig()), "llama3-8b")
     assert found.unjudged == ["select_model.quality.min_rank"]

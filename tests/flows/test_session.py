@@ -91,6 +91,15 @@ def test_a_step_tells_the_rows_that_its_artifact_has(tmp_path: Path, capsys: pyt
     assert (one, other) == ("2.0 s 1 dropped", "2.0 s 0 rows")
 
 
+def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """A path, a metric or a task may hold them."""
+    with Console(json=False) as console:
+        console.say("report: /data/[old]/runs/x.html, [/INST]")
+        console.fail_step("[red]step")
+    told = capsys.readouterr()
+    assert (told.out + told.err).split() == ["report:", "/data/[old]/runs/x.html,", "[/INST]", "[red]step", "not", "finished"]
+
+
 def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     words = [sys.executable, "-m", "puna.flows.cli.main", "run", "ingest", "--store", str(tmp_path / "store"), "--input", str(tmp_path / "empty.jsonl")]

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from puna.flows.cli.main import app
 from puna.flows.cli.sql import _statements
 from puna.storage import Identity, InputRecord, PunaError, Store, runs
+from puna.storage.files import LocalFiles
 
 RUNNER = CliRunner()
 ID = "ab" * 16
@@ -151,6 +152,10 @@ def test_a_refactoring_is_accepted_before_anything_is_made_again(tmp_path: Path)
     message = process(*accept(name))
     assert "code renamed_stage.loud new" in message and "code renamed_stage.shout no longer reached" in message
     assert process("-c", PERFORM, str(tmp_path)).split() == [name, "True"]
+    field = "most: int = Field(3, ge=1, description='A setting that the old code lacked')"
+    module.write_text("from pydantic import Field\n" + STAGE.format(helper="loud").replace("pass", field))
+    assert "config most: None → 3" in process(*accept(name))
+    assert process("-c", PERFORM, str(tmp_path)).split() == [name, "True"]
 
 
 def test_other_work_is_not_accepted(store: Store) -> None:
@@ -264,3 +269,64 @@ def test_verify_names_an_alias_that_was_deleted(store: Store) -> None:
     assert "0 damaged" in run(store, "verify")
     (store.root / "refs/policy/latest.json").write_text("{}")
     assert "policy/latest.json: does not say what it points to" in run(store, "verify", code=1)
+
+
+def test_sums_are_numbers_and_odd_columns_are_shown(store: Store) -> None:
+    rows = sum(artifact.rows() for artifact in store.artifacts())
+    assert objects(run(store, "sql", "select sum(rows) as n, 1.5::decimal(4, 2) as d from artifacts", "--json")) == [{"n": rows, "d": 1.5}]
+    assert run(store, "sql", "select sum(rows) as n, '12:00'::time as t from artifacts").split() == ["n", "t", str(rows), "12:00:00"]
+    assert run(store, "sql", "select 1 as \"b[/]c\"").split() == ["b[/]c", "1"]
+    with pytest.raises(PunaError, match="a value cannot be shown; cast its column to varchar"):
+        run(store, "sql", "select 'infinity'::timestamp as t")
+
+
+@pytest.mark.parametrize("text", ["select 1 as a -- a comment", "select 1 as a; -- a comment", "select 1 as a;\n"])
+def test_a_comment_may_end_the_query_of_a_file(store: Store, tmp_path: Path, text: str) -> None:
+    run(store, "sql", text, "-o", str(tmp_path / "rows.csv"))
+    assert (tmp_path / "rows.csv").read_text() == "a\n1\n"
+
+
+def test_aliases_with_capitals_are_views(store: Store) -> None:
+    artifact = store.artifacts("documents")[0]
+    store.set_alias("News@latest", artifact)
+    count = f"{artifact.rows()}"
+    assert run(store, "sql", 'select count(*) as n from "News@latest"').split() == ["n", count]
+    store.set_alias("news@latest", artifact)  # SQL cannot tell the two apart, so neither is a view
+    assert "News@latest" not in run(store, "sql", "show tables")
+    assert run(store, "sql", "select count(*) as n from documents where artifact = key_of('news@latest')").split() == ["n", count]
+    assert run(store, "sql", "--file").strip().endswith("puna.duckdb")
+
+
+def test_results_that_cannot_be_written_are_one_error(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PunaError, match="export: .*file/out: .*(Not a directory|File exists)"):
+        run(store, "export", store.artifacts("documents")[0].id, str(tmp_path / "file" / "out"))
+    with pytest.raises(PunaError, match="--output .*: there is no folder .*missing"):  # before hours of evaluation
+        run(store, "evaluate", "model@latest", "--tasks", "task.yaml", "--output", str(tmp_path / "missing" / "scores.json"))
+
+
+def test_a_report_makes_no_store(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["report", "--store", str(tmp_path / "none")])
+    assert isinstance(result.exception, PunaError) and "not found" in str(result.exception)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_whose_end_is_recorded_is_not_asked_whether_it_is_at_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(LocalFiles, "is_held", lambda files, name: asked.append(name) is None)
+    for name, end in (("done", runs.finish_event()), ("wrong", runs.failure_event("x")), ("stopped", runs.stop_event()), ("open", None)):
+        for event in (runs.start_event("curate"), *([end] if end else [])):
+            store.record(name, event)
+    assert [store.log(name).state for name in ("done", "wrong", "stopped", "open")] == ["finished", "failed", "stopped", "at work"]
+    assert asked == ["run-open"]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "ü" * 150, "a/b", "a@b", "a b", ""])
+def test_a_name_that_cannot_be_an_alias_is_refused_before_the_run(store: Store, tmp_path: Path, name: str) -> None:
+    with pytest.raises(PunaError, match="--as .*: a name has letters, digits, _, - and . only, and 200 bytes at most"):
+        run(store, "run", "ingest", "--input", str(tmp_path), "--as", name)
+
+
+def test_an_alias_too_long_for_a_file_is_refused(store: Store) -> None:
+    with pytest.raises(PunaError, match="no such alias; one is .*200 bytes at most"):
+        store.set_alias(f"{'a' * 300}@latest", store.artifacts()[0])

@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from puna.flows.engine.rounds import Trigger, due, load_trigger, new_preferences, save_trigger
+from puna.flows.prefect import deployments
 from puna.flows.web import application
 from puna.stages.contract import Preferences, StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking
@@ -35,6 +36,22 @@ def judged(store: Store, count: int) -> Artifact:
     made = store.import_table("preferences", pa.Table.from_pylist(rows, schema=schema))
     store.set_alias("judged@latest", made)
     return made
+
+
+def test_the_forms_are_kept_up_to_date_after_an_unreadable_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Offering:
+        ends = [OSError("a stale file handle"), KeyboardInterrupt()]
+
+        def publish(self, crons: dict[str, str], served: object) -> None:
+            pass
+
+        def refresh(self) -> None:
+            raise self.ends.pop(0)
+
+    monkeypatch.setattr(deployments, "FRESH_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        deployments._offer(Offering(), None, {}, True)
+    assert "forms are not kept up to date: a stale file handle" in capsys.readouterr().err
 
 
 def test_a_round_is_due_once_for_so_many_that_no_policy_learned_from(tmp_path: Path) -> None:

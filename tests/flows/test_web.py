@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -22,11 +23,11 @@ from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
 from puna.flows.web import annotate, application, bounded, chat, frame, start
 from puna.flows.web import runs as runs_pages
-from puna.stages.contract import execute
+from puna.stages.contract import execute, perform
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
 from puna.stages.curate.select import SelectConfig, select
 from puna.stages.prompts.prompts import PromptsConfig, prompts
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, runs
 from puna.storage.schemas import table_schema
 
 COUNT = 30
@@ -139,11 +140,20 @@ def test_two_artifacts_differ_in_what_they_were_made_with_and_in_rows(client: Te
     assert client.get(f"/artifacts/compare?artifact={chosen.id}").status_code == 404
 
 
-def test_documents_are_found_by_words_and_by_the_rule_that_dropped_them(client: TestClient, store: Store) -> None:
+def test_documents_are_found_by_words_and_by_the_rule_that_dropped_them(
+    client: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = selected(store)
     found = client.get(f"/documents?artifact={chosen.id}&q=a.example/12")
     assert "1 found among 20 documents" in text(found) and "<script>alert" not in found.text
     assert "None found" in text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9"))  # dropped: 9 words
+    read = Artifact.read
+
+    def in_parts(artifact: Artifact, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
+        assert table != "dropped" or columns is not None, "a search must not read millions of dropped rows at once"
+        return read(artifact, table, columns)
+
+    monkeypatch.setattr(Artifact, "read", in_parts)
     gone = text(client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=gopher_quality.min_words"))
     assert re.search(r"gopher_quality.min_words\s+value 9, threshold 11", gone) and "among 30 documents" in gone
     (identity,) = re.findall(r'/puna/document/([0-9a-f]{32})"', client.get(f"/documents?artifact={chosen.id}&q=a.example/9&rule=any rule").text)
@@ -184,6 +194,18 @@ def test_a_threshold_is_replayed_as_select_decides(client: TestClient, store: St
     assert "takes a whole number" in text(client.get(f"{asked}&gopher_quality.min_words=16.5"))
     # The slider of an integer steps through integers, from one below the documents' quantiles (1.145 and 29.855) to one above.
     assert 'type="range" min="1" max="30" step="1" value="11"' in client.get("/rules").text
+
+
+def test_the_threshold_of_a_later_selection_names_its_step(store: Store, tmp_path: Path) -> None:
+    copied = Store.open(shutil.copytree(store.root, tmp_path / "copy"))
+    first = selected(copied).manifest
+    given = [copied.find(item.kind, item.key) for item in first.inputs]
+    config = SelectConfig.model_validate(first.config | {"gopher_quality": first.config["gopher_quality"] | {"min_words": 12}})
+    second = perform(select, config, {"documents": given[0], "signals": given[1:]}, copied, run="a-run").artifact
+    copied.record("a-run", runs.Made("select_model", "select", second.kind, second.key, False, 1.0).event())
+    client = TestClient(application(copied, prefect=None, auth=""))
+    said = text(client.get(f"/rules/outcome?artifact={second.key[:12]}&gopher_quality.min_words=16"))
+    assert "--set select_model.gopher_quality.min_words=16" in said
 
 
 def test_a_question_is_answered_and_a_change_refused(client: TestClient) -> None:

@@ -15,7 +15,7 @@ import pytest
 from pydantic import Field
 
 from puna.stages.contract import Documents, Reads, StageConfig, StageRun, declare_signal, execute, identify, perform, stage
-from puna.storage import Artifact, PunaError, Store, schemas
+from puna.storage import Artifact, PunaError, Store, maintenance, schemas
 from puna.storage.explain import against
 from puna.storage.runs import Made
 
@@ -269,3 +269,15 @@ def test_one_artifact_is_not_given_twice(tmp_path: Path) -> None:
     one, other = documents(store, ["a"]), documents(store, ["b"])
     with pytest.raises(PunaError, match=f"stage uniting: {one.id} is given twice as 'sets'; give each artifact once"):
         execute(uniting, ShorteningConfig(), {"sets": [one, other, one]}, store)
+
+
+def test_gc_leaves_what_a_live_process_made_and_read_without_a_run(tmp_path: Path) -> None:
+    script, other = Store.open(tmp_path), Store.open(tmp_path)
+    source = documents(script, ["a", "bbbb"])
+    made = execute(shortening, ShorteningConfig(), {"documents": source}, script)
+    again = Store.open(tmp_path)  # a second notebook finds the artifact
+    script.holding.release()
+    assert perform(shortening, ShorteningConfig(), {"documents": source}, again).reused
+    assert maintenance.collect(other, keep_runs=0, work_days=0, remove=True) == []
+    again.holding.release()
+    assert {one.place for one in maintenance.collect(other, keep_runs=0, work_days=0, remove=True)} == {source.place, made.place}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Iterator
@@ -60,6 +61,16 @@ def test_hidden_files_are_left_out(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(PunaError, match=message):
         External.resolve(text if "://" in text else str(tmp_path / text))
+
+
+@pytest.mark.parametrize("inside", [b"", b"/page.html"])
+def test_a_path_that_is_not_utf_8_is_refused(tmp_path: Path, inside: bytes) -> None:
+    """No manifest could name it."""
+    folder = os.fsencode(tmp_path) + b"/pages\xff"
+    os.mkdir(folder)
+    Path(os.fsdecode(folder + b"/page.html")).write_text("<p>")
+    with pytest.raises(PunaError, match=r"input .*pages\\udcff.*: is not UTF-8; rename the file or folder"):
+        External.resolve(os.fsdecode(folder + inside))
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -330,6 +330,24 @@ def test_gc_leaves_what_another_live_process_has_and_what_that_was_made_from(tmp
     assert {g.place for g in found} == {made.place, source.place} and not list((tmp_path / "runs").glob("held-*"))
 
 
+def test_gc_leaves_the_sources_of_what_a_process_begins_to_use_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, store = Store.open(tmp_path), Store.open(tmp_path)
+    source = script.import_table("signals", signals(["a"], [1]))
+    with script.work("f" * 64) as work:
+        work.add("signals", signals(["a"], [2]), "x")
+        made = work.commit("signals", "f" * 64, Identity("stage", inputs=[InputRecord("signals", "signals", source.key, source.data_digest)]))
+    script.holding.release()
+    lock = store.lock
+
+    def late(key: str, *, wait: bool = True) -> object:
+        script.holding.add(made.key)  # after the garbage was listed, before the first folder goes
+        return lock(key, wait=wait)
+
+    monkeypatch.setattr(store, "lock", late)
+    assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == []
+    assert store.artifacts() == [source, made]
+
+
 def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     made = store.import_table("signals", signals(["a"], [1]))
@@ -338,6 +356,41 @@ def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 2
     assert [g.place for g in maintenance.collect(store, keep_runs=0, work_days=0, remove=True)] == [made.place]
     assert len(list((tmp_path / "runs").glob("held-*"))) == len(list((tmp_path / "locks").glob("held-*"))) == 1
+
+
+def test_two_processes_may_remove_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc` removes what is in the quarantine, also what a run is just removing there."""
+    store, rmtree = Store.open(tmp_path), shutil.rmtree
+    (store.files.scratch("work/abc") / "part").write_text("x")
+
+    def late(folder: Path) -> None:
+        monkeypatch.setattr("puna.storage.files.shutil.rmtree", rmtree)
+        found = maintenance.collect(Store.open(tmp_path), keep_runs=0, work_days=7, remove=True)
+        assert [one.reason for one in found] == ["quarantined"]
+        rmtree(folder)
+
+    monkeypatch.setattr("puna.storage.files.shutil.rmtree", late)
+    store.files.remove("work/abc")
+    assert not list((tmp_path / "quarantine").iterdir()) and not list((tmp_path / "work").iterdir())
+
+
+def test_a_hidden_file_of_a_stage_is_kept_like_the_others(tmp_path: Path) -> None:
+    store, identity = Store.open(tmp_path), Identity("stage")
+    with store.work(identity.key) as work:
+        for name in (".gitattributes", "config.json"):
+            (work.output / name).write_text("{}")
+        made = work.commit("model", identity.key, identity)
+    assert made.damage() == [] and store.check(made).path(".gitattributes").read_text() == "{}"
+    made.path(".gitattributes").write_text("[]")
+    assert made.damage() == [".gitattributes has a wrong checksum"]
+
+
+def test_every_table_names_the_artifact_of_its_rows(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    lines = pa.table({"id": ["a"], "line": pa.array([0], pa.int32()), "words": pa.array([3], pa.int32()), "final_punctuation": [True]})
+    made = store.import_table("signals", signals(["a"], [1]), c4_lines=lines)
+    for table in made.tables:
+        assert catalog.query(store, f"select artifact from {table}").to_pylist() == [{"artifact": made.key}]
 
 
 def test_the_catalog_reads_every_table_and_writes_nothing(tmp_path: Path) -> None:

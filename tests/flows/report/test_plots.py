@@ -183,6 +183,7 @@ def test_markup_escapes_all_but_markup() -> None:
         (duration(0.04), "< 0.1 s"), (duration(0), "0.0 s"), (duration(59.7), "1 min 0 s"),
         (duration(200), "3 min 20 s"), (duration(7500), "2 h 5 min"),
         (size(999), "999 B"), (size(1500), "1.5 kB"), (size(2.5e9), "2.5 GB"),
+        (size(999_600), "1 MB"), (size(12.345e12), "12.3 TB"), (size(1.5e15), "1,500 TB"),
         (excerpt("a\n\n\n\nb"), "a\n\nb"), (excerpt("x" * 50, 10), "x" * 10 + " …"), (excerpt(" " * 100 + "x", 10), "x"),
     ],
 )  # fmt: skip

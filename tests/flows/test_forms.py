@@ -1,0 +1,59 @@
+"""The forms of stages: the command that a form stands for, files with odd names, and the sample where files may be left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from puna.flows.engine.cost import steps_of
+from puna.flows.engine.inputs import sample_folder
+from puna.flows.engine.launch import Request, changes_of, run_stage, stage_config
+from puna.flows.engine.recipe import as_yaml
+from puna.flows.engine.trace import load_stages
+from puna.flows.prefect.forms import defaults, offers
+from puna.flows.web.forms import offer_of, request_of, values_given
+from puna.stages.contract import Stage
+from puna.storage import PunaError, Store
+from puna.storage.explain import flat
+
+
+def test_the_command_of_a_form_gives_the_forms_configuration() -> None:
+    """The log of a run tells this command, also where the form began with a recipe's values."""
+    checked = 0
+    for offer in offers():
+        values = defaults(offer).get("config") if isinstance(offer.what, Stage) else None
+        try:
+            config = offer.what.config.model_validate(values) if isinstance(offer.what, Stage) and values else None
+        except ValidationError:
+            continue
+        if config is not None and isinstance(offer.what, Stage):
+            changes = changes_of(offer.what, {path: as_yaml(value) for path, value in flat(config.model_dump(mode="json")).items()})
+            assert stage_config(offer.what, None, list(changes)) == config, offer.flow
+            checked += bool(changes)
+    assert checked > 10
+
+
+def test_a_path_keeps_its_dots_in_the_middle() -> None:
+    form = {"inputs": ["/data/a · b.jsonl\n\n /data/c.jsonl "]}
+    assert values_given(offer_of("ingest").what.inputs[0], form) == ["/data/a · b.jsonl", "/data/c.jsonl"]
+    assert request_of(offer_of("curate"), form).inputs == ("/data/a · b.jsonl", "/data/c.jsonl")
+    model = offer_of("chosen").what.inputs[0]
+    assert values_given(model, {model.name: ["preferences/aa11 · 41,203 rows"]}) == ["preferences/aa11"]
+
+
+def test_a_form_that_may_be_empty_can_be_planned_before_and_after_the_sample_is_there(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    request = request_of(offer_of("ingest"), {})
+    assert [(step.state, step.why) for step in steps_of(request, store.uri)[1]] == [("after", "input inputs")]
+    sample_folder(store.root).mkdir()
+    (sample_folder(store.root) / "web.warc.gz").write_bytes(b"not read by a plan")
+    assert [(step.state, step.why) for step in steps_of(request, store.uri)[1]] == [("runs", "never ran")]
+
+
+@pytest.mark.parametrize("name", ["import_prompts", "import_documents", "import_model", "block_lists"])
+def test_only_pages_come_from_the_sample(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PunaError, match=f"stage {name} needs the input"):
+        run_stage(load_stages()[name], Request(f"stage:{name}"), Store.open(tmp_path))
+    assert not sample_folder(tmp_path).exists()
