@@ -136,11 +136,12 @@ def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(capfd: py
 
 
 TOLD = """
-import sys, time
+import os, sys, time
 from puna.flows.engine.console import tee_stderr
 from puna.stages.executors import ranks
 ranks.join()
 if ranks.follows():
+    ranks.LOOK = 1.0
     with tee_stderr(ranks.tell):
         ranks.follow(lambda job: print(f"one\\ntwo of {job['stage']}", file=sys.stderr, flush=True))
 else:
@@ -149,11 +150,13 @@ else:
         while len(lines) < 4 and time.monotonic() < until:
             lines += [line for line in ranks.lines_of_ranks() if line.endswith(("one", "two of sft"))]  # torch warns of what it likes
     ranks.finish()
-    print(sorted(lines))
+    print(sorted(lines), flush=True)
+    os._exit(0)
 """
 
 
-def test_lines_of_other_ranks_reach_the_first_one(capfd: pytest.CaptureFixture[str]):
+def test_lines_of_other_ranks_reach_the_first_one_which_leaves_when_all_have_ended(capfd: pytest.CaptureFixture[str]):
+    """It holds the store, at which the others look once a second."""
     assert processes.start([sys.executable, "-c", TOLD], 3) == 0
     lines = [f"rank {rank}: {line}" for rank in (1, 2) for line in ("one", "two of sft")]
     assert capfd.readouterr().out.splitlines()[-1] == str(lines)

@@ -62,7 +62,7 @@ def load(
     ranks if a file is damaged or missing, and on a rank that finds a tensor missing or in another shape.
     """
     paths = newest_first(folder)
-    if (name := mesh.gather_texts(paths[0].name if paths else "-")[0]) == "-":  # a rank's listing of a shared folder may be old
+    if (name := mesh.first_text(paths[0].name if paths else "-")) == "-":  # a rank's listing of a shared folder may be old
         return None
     path = folder / name
     damage = f"{path}: the state of the training is damaged; remove the folder to begin anew"
