@@ -71,7 +71,8 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
     except RuntimeError as error:
         if not mesh.is_of_exchange(error):
             raise
-        raise PunaError(f"rank 0: {str(error).splitlines()[0]}; {_last_words()}" if job is not None else str(error)) from error
+        line = f"an exchange with another rank failed: {str(error).splitlines()[0]}"
+        raise PunaError(line if job is None else f"rank 0: {line}; {_last_words()}") from error
     finally:
         mesh.together = False
 
