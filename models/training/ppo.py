@@ -237,7 +237,8 @@ def _begin(state: State, trainers: dict[str, Trainer], estimate: Estimator, roll
     """Return `state.sampled`, which is cleared, as a rollout to train; store the answers' rows. `started`: when the rollout began."""
     sampled, state.sampled, numbers = state.sampled, None, state.numbers
     assert sampled is not None
-    values, weights, returns = estimate(sampled, numbers, trainers)
+    # A group without advantages is left out; on ranks that round otherwise, another group might be.
+    values, weights, returns = (trainers["policy"].parallel.mesh.of_first(one.clone()) for one in estimate(sampled, numbers, trainers))
     by_token = {"mask": sampled.mask, "logprobs": sampled.logprobs, "values": values, "advantages": weights, "returns": returns}
     by_token["importance"] = sampled.importance
     rollouts.keep(len(state.log) + 1, _rows(sampled, weights))

@@ -12,6 +12,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from types import FrameType
@@ -181,7 +182,7 @@ def write_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[
     """Write a checkpoint as `save_state` does; `text`: the checkpoint's record, in JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:09d}"
-    temporary = folder / f".{final.name}.{os.getpid()}"
+    temporary = folder / f".{final.name}.{uuid.uuid4().hex[:16]}"  # processes of several machines may have one pid
     for left in folder.glob(".step-*"):  # left by writers that were killed or had no room
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
@@ -256,14 +257,15 @@ def raise_if_disk(error: Exception) -> None:
         raise error
 
 
-def cached_json(file: Path, make: Callable[[], Any]) -> Any:
-    """Return the JSON value in `file`; compute the value with `make` and write it first if the file is missing or damaged."""
-    try:
-        own, text = file.read_text(encoding="utf-8").split("\n", 1)
-        if own == checksum(text.encode()):
-            return json.loads(text)
-    except DAMAGE:
-        pass
+def cached_json(file: Path, make: Callable[[], Any], first: Callable[[str], str] = str) -> Any:
+    """Return the JSON value in `file`; compute the value with `make` and write it first if the file is missing or damaged. `first`: returns
+    the first rank's text, because a shared folder's listing may be old on another machine."""
+    text = "-"
+    with suppress(*DAMAGE):
+        own, content = file.read_text(encoding="utf-8").split("\n", 1)
+        text = content if own == checksum(content.encode()) else text
+    if (text := first(text)) != "-":
+        return json.loads(text)
     text = json.dumps(make())
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:16]}")  # ranks of several pods may have one pid

@@ -12,6 +12,7 @@ from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, check_names
 from puna.stages.evaluation.comparison import main_metric
 from puna.stages.evaluation.likelihood import Encoder
 from puna.stages.evaluation.task_file import load_task, task_files
+from puna.stages.executors import ranks
 from puna.stages.training.train import device
 from puna.stages.verifiers.base import ScoringConfig
 from puna.storage import Artifact, PunaError
@@ -35,7 +36,7 @@ class TaskWatch:
             raise PunaError(f"{error}; {remedy}" if "`judges`" in str(error) else str(error)) from error
         self.every, self.tokenizer, self.compute, self.run = every, tokenizer, compute, run
         self.file = run.scratch / "task-scores.json"
-        self.scores: dict[str, dict[str, float]] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.scores: dict[str, dict[str, float]] = ranks.first(json.loads(self.file.read_text()) if self.file.exists() else {})
 
     def due(self, step: int, last: int) -> bool:
         return step % self.every == 0 or step == last

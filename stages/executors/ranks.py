@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from puna.models.training.parallel.layout import Layout
 from puna.stages.executors.processes import cores
@@ -31,7 +31,7 @@ LOOK = 0.05
 """Seconds between a follower's polls for its next job."""
 LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error is more informative, can end first."""
-END = "end"
+END, GONE = "end", "the process that holds the store of all ranks is gone: rank 0, or an agent of torchrun"
 ONE = Layout()
 
 
@@ -63,15 +63,16 @@ def together(job: dict[str, Any] | None) -> Iterator[None]:
     None."""
     from puna.models.training.parallel import mesh
 
-    if job is not None:
-        _say(json.dumps(job))
     mesh.together = True
     try:
+        if job is not None:
+            _say(json.dumps(job))
         yield
     except RuntimeError as error:
         if not mesh.is_of_exchange(error):
             raise
-        raise PunaError(f"rank 0: {str(error).splitlines()[0]}; {_last_words()}" if job is not None else str(error)) from error
+        line = f"an exchange with another rank failed: {str(error).splitlines()[0]}"
+        raise PunaError(line if job is None else f"rank 0: {line}; {_last_words()}") from error
     finally:
         mesh.together = False
 
@@ -88,6 +89,11 @@ def agree(wish: bool) -> bool:
     return wish if count() == 1 else mesh().agree(wish)
 
 
+def first(value: T) -> T:
+    """Return rank 0's JSON value on all ranks that run the stage: they must decide alike, and may round differently."""
+    return cast("T", json.loads(mesh().first_text(json.dumps(value))))
+
+
 def dealt(
     items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
 ) -> list[Any]:
@@ -101,7 +107,10 @@ def _last_words() -> str:
 
     time.sleep(LAST_WORDS / 2)
     keys = {rank: f"words-{rank}" for rank in range(1, count())}
-    words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no report" for rank, key in keys.items()]
+    try:
+        words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no report" for rank, key in keys.items()]
+    except mesh.dist.DistError:
+        return GONE
     return "; ".join(words) + f" (a rank without a report hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
 
 
@@ -114,7 +123,8 @@ def tell(line: str) -> None:
 
     rank = int(os.environ["RANK"])
     _lines[rank] = _lines.get(rank, 0) + 1
-    mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
+    with contextlib.suppress(mesh.dist.DistError):
+        mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
 
 
 def lines_of_ranks() -> list[str]:
@@ -132,31 +142,37 @@ def lines_of_ranks() -> list[str]:
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
-    """Run the jobs that rank 0 sends, until it sends `END`. If a job fails, report the error to rank 0 and exit with status 1."""
+    """Run the jobs that rank 0 sends, until it sends `END`. If a job fails or the store is gone, report why and exit with status 1."""
     from puna.models.training.parallel import mesh
 
     number = 0
     while True:
-        while not mesh.store().check([f"job-{number}"]):  # `wait` would block the store, which this process also needs for its log lines
-            time.sleep(LOOK)
-        text = mesh.store().get(f"job-{number}").decode()
-        if text == END:
-            return
         try:
+            while not mesh.store().check([f"job-{number}"]):  # `wait` would block the store, which this process needs for its log lines
+                time.sleep(LOOK)
+            text = mesh.store().get(f"job-{number}").decode()
+            if text == END:
+                return mesh.dist.barrier()
             do(json.loads(text))
         except Exception as error:
-            words = f"rank {os.environ['RANK']}: {type(error).__name__}: {error}"
+            gone = isinstance(error, mesh.dist.DistError)
+            time.sleep(LAST_WORDS * gone)  # an error of rank 0 itself says more
+            words = f"rank {os.environ['RANK']}: {GONE if gone else f'{type(error).__name__}: {error}'}"
             print(words, file=sys.stderr)
-            mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
+            with contextlib.suppress(mesh.dist.DistError):
+                mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
             time.sleep(LAST_WORDS)
             raise SystemExit(1) from error
         number += 1
 
 
 def finish() -> None:
-    """Tell the followers to end."""
+    """Tell the followers to end, and wait for them: they may still exchange, or read the store, which this rank may hold."""
     if count() > 1:
+        from puna.models.training.parallel import mesh
+
         _say(END)
+        mesh.dist.barrier()
 
 
 _told = 0

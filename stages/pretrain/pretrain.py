@@ -248,6 +248,7 @@ class Watch:
         seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens
         accuracy = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
         depth, least = min(((depth, share.value) for depth, share in accuracy.items()), key=lambda pair: pair[1])
+        rise, depth, least = ranks.first([rise, depth, least])
         for name, value in {"attempts": attempt, "short_loss_change": rise, "needle_min": least}.items():
             self.run.metric(f"{name}_{phase.name}", value)
         self.depths[f"{phase.name}, {length} tokens, run {attempt}"] = [(f"{at:g}", share.value) for at, share in accuracy.items()]
@@ -264,18 +265,21 @@ class Watch:
 
     def try_average(self, model: Transformer, folder: Path, phase: str) -> None:
         """Keep the averaged weights in `model` if they lower the last step's validation loss; else restore its weights from `folder`."""
+        from puna.models.training.parallel.base import Piece
+        from puna.models.training.parallel.boxes import load
 
-        loss = self.loss(model)
+        loss, self.before = ranks.first([self.loss(model), self.before])
         self.gain, better = self.before - loss, loss < self.before
         self.run.metric(f"averaging_gain_{phase}", self.gain)
         self.run.metric(f"averaging_taken_{phase}", int(better))
         if better:
             self.after = loss
         else:
-            checkpoint = load_state(folder, "weight.")
+            weights = {f"weight.{name}": weight for name, weight in model.named_parameters()}
+            checkpoint = load(folder, {name: Piece.of(weight) for name, weight in weights.items()}, {}, ranks.mesh())
             assert checkpoint is not None
-            for name, weight in checkpoint[0].items():
-                model.get_parameter(name.removeprefix("weight.")).detach().copy_(weight)
+            for name, weight in weights.items():
+                weight.detach().copy_(checkpoint[0][name])
 
 
 def _train(

@@ -28,6 +28,7 @@ from puna.kernels.adamw import gradient_norm
 from puna.kernels.exact import exact_passes
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
+from puna.models.formats.quantised import to_nf4
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.cache import Cache
 from puna.models.generation.sampling import RowError
@@ -45,100 +46,50 @@ from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.training.ppo import train_grpo, train_ppo
 from puna.models.training.rollouts import Rollouts, Sampled, Source
 from puna.models.training.settings import ComputeSettings, GrpoSettings, LoraSettings, PpoSettings, TrainConfig
-from puna.models.training.state import load_state, newest_first
+from puna.models.training.state import cached_json, load_state, newest_first
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Block, Transformer
 
-PLAIN: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}  # fmt: skip
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.1}
-MODELS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "deep": {"num_hidden_layers": 4},
-    "tied": {"tie_word_embeddings": True},
-    "biases": {"qkv_bias": True, "o_bias": True, "qk_norm": True},
-    "window": {"sliding_window": 5, "sliding_layers": (1,)},
-    "parallel_block": {"parallel_block": True},
-    "lora": {},
-    "capped": {"final_logit_softcapping": 5.0},
-    "moe": {"moe": MOE},
-    "mla": {"num_key_value_heads": 4, "mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}},
-}
+from .features import ADAPTERS, MODELS, PLAIN, WITH_SCALARS, micro_batches, objective_of
+from .features import MOE as MOE
+
 DEVICE = "cpu"
 """Device of the models; the script of GPU measurements sets it."""
 OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "grpo")
-SCALAR = ("reward", "value")
 
 
 def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: int) -> Transformer:
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), "scalar" if objective in SCALAR else "lm", generator)
+    model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), "scalar" if objective in WITH_SCALARS else "lm", generator)
     with torch.no_grad():  # gains are moved from one and biases from zero, which would hide errors
         for _, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).normal_(0, 0.3, generator=generator))
-    if variant == "lora":
+    if variant in ADAPTERS:
         from puna.stages.training.lora import inject
 
-        inject(model, LoraSettings(rank=4), 0)
+        inject(to_nf4(model) if variant == "nf4" else model, LoraSettings(rank=4, **ADAPTERS[variant]), 0)
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                if ".lora_B." in name:  # a matrix of zeros hides the other one's gradient
+                    parameter.add_(torch.empty_like(parameter).normal_(0, 0.1, generator=generator))
     return model.to(DEVICE)
 
 
-def _conversations(step: int, count: int) -> list[Targets]:
-    """Return micro-batches of unequal length, each with prompts of two or three answers with masks."""
-    rng = np.random.default_rng([3, step])
-    parts = []
-    for part in range(count):
-        prompts = [rng.integers(0, 37, rng.integers(3, 9)).tolist() for _ in range(1 + part % 3)]
-        answers = [[rng.integers(0, 37, rng.integers(2, 12)).tolist() for _ in range(2 + (part + i) % 2)] for i in range(len(prompts))]
-        masks = [[(rng.random(len(a)) < 0.8).tolist() for a in row] for row in answers]
-        parts.append(Targets.from_answers(prompts, answers, masks))
-    return parts
+def scales_of(model: Transformer, variant: str) -> dict[str, float]:
+    """Return the factors of a variant's learning rates."""
+    from puna.stages.training.lora import learning_rate_scales
+
+    return learning_rate_scales(model, LoraSettings(**ADAPTERS[variant])) if variant in ADAPTERS else {}
 
 
-def _dpo(t: Targets, rng: np.random.Generator) -> o.DpoBatch:
-    first = torch.tensor([int((t.prompt == p).nonzero()[0]) for p in range(int(t.prompt.max()) + 1)])
-    return o.DpoBatch(t, first, first + 1, torch.from_numpy(rng.normal(-20, 3, t.answers).astype(np.float32)))
-
-
-def _ppo(t: Targets, rng: np.random.Generator) -> o.PpoBatch:
-    numbers = [torch.from_numpy(rng.normal(m, 0.7, len(t.tokens)).astype(np.float32)) for m in (-4, 0, 0, 0)]
-    return o.PpoBatch(t, *numbers, left_out=3 if len(t) % 2 else 0)
-
-
-def micro_batches(objective: str, step: int, count: int = 3) -> list[Any]:
-    rng = np.random.default_rng([5, step])
-    if objective == "pretrain":
-        return [Targets.from_documents([rng.integers(0, 37, rng.integers(2, 14)).tolist() for _ in range(1 + i % 3)]) for i in range(count)]
-    parts = _conversations(step, count)
-    if objective == "dpo":
-        return [_dpo(t, rng) for t in parts]
-    if objective == "reward":
-        return [o.RewardBatch(t, torch.from_numpy(rng.permutation(t.answers))) for t in parts]
-    if objective in ("ppo", "value", "grpo"):
-        return [_ppo(t, rng) for t in parts]
-    return parts
-
-
-def teacher(layout: Layout, mesh: Mesh) -> Transformer:
-    whole = network("plain", seed=9)
+def teacher(layout: Layout, mesh: Mesh, variant: str) -> Transformer:
+    whole = network("moe" if "moe" in MODELS[variant] else "plain", seed=9)
     return whole if layout.pipeline > 1 else part_of(whole, layout, mesh).model  # type: ignore[return-value]
 
 
-def loss_of(objective: str, layout: Layout, mesh: Mesh) -> Any:
-    made: dict[str, Callable[[], Any]] = {
-        "pretrain": o.LanguageModeling,
-        "sft": o.Sft,
-        "dpo": o.Dpo,
-        "reward": o.Reward,
-        "distill": lambda: o.Distill(teacher(layout, mesh), beta=0.5, temperature=1.3),
-        "ppo": lambda: o.Ppo(entropy_weight=0.05, temperature=0.9),
-        "value": o.Value,
-        "grpo": lambda: o.Ppo(clip_high=0.3),
-    }
-    return made[objective]()
+def loss_of(objective: str, layout: Layout, mesh: Mesh, variant: str = "plain") -> Any:
+    return objective_of(objective, lambda: teacher(layout, mesh, variant))
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"adamw": {}, "muon": {"name": "muon"}, "galore": {"name": "galore", "parameters": {"rank": 8}}}
@@ -148,7 +99,7 @@ def train_config(layout: Layout, optimizer: str = "adamw", **compute: Any) -> Tr
     return TrainConfig(
         steps=4,
         schedule={"learning_rate": 0.01, "warmup_steps": 0, "shape": "constant"},
-        optimizer={**OPTIMIZERS[optimizer], "epsilon": 1e-3, "weight_decay": 0.1},
+        optimizer={**OPTIMIZERS[optimizer], "epsilon": 1e-3, "weight_decay": 0.1, "embedding_scale": 0.7},
         compute={"layout": layout, **compute},
     )
 
@@ -156,7 +107,8 @@ def train_config(layout: Layout, optimizer: str = "adamw", **compute: Any) -> Tr
 def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int, micro: int, **compute: Any) -> dict[str, Any]:
     """Return the gradients of a step, the numbers of its log row, and the weights after two steps."""
     model = network(variant, objective, num_hidden_layers=layers)
-    with Trainer(model, loss_of(objective, layout, mesh), train_config(layout, **compute), mesh=mesh) as trainer:
+    config, scales = train_config(layout, **compute), scales_of(model, variant)
+    with Trainer(model, loss_of(objective, layout, mesh, variant), config, scales, mesh) as trainer:
         held, found = trainer.parallel, list[dict[str, Tensor]]()
 
         def add_gradients(weights: dict[str, Tensor], add: Callable[[Any], None] = held.add_gradients) -> None:
@@ -173,7 +125,7 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
     return {
         "gradients": found[0],
         "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
-        "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters()},
+        "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters() if p.is_floating_point()},
     }
 
 
@@ -247,6 +199,26 @@ def trained(
             checkpoint_every=1, on_step=on_step, mesh=Mesh(chosen, members),
         )  # fmt: skip
     return {"losses": [row["loss"] for row in log], "digest": weights_digest(model)}
+
+
+def looped(members: Sequence[int], layout: dict[str, int], folder: str, variant: str) -> dict[str, Any]:
+    """Train with the moments of an earlier training, moments in files, skipped spikes, and an average of the last steps. Return the log's
+    losses, the skipped steps, and a sum and a norm of each whole weight."""
+    chosen, model = Layout(**layout), network(variant)
+    config = TrainConfig(
+        steps=12,
+        schedule={"learning_rate": 0.01, "warmup_steps": 0, "anneal_steps": 3, "average": 2},
+        optimizer={"name": "muon", "epsilon": 1e-3, "state_in": "file", "spike_window": 8, "spike_limit": 0.01},
+        compute={"layout": chosen},
+    )
+
+    def batches(step: int) -> list[Targets]:
+        return [Targets.from_documents([[7] * 12])] if step == 10 else micro_batches("pretrain", step, 2)
+
+    with mock.patch("puna.models.training.optimizers.base.SMALL", 64):  # pieces of small models, too
+        log = train(model, o.LanguageModeling(), batches, config, 1, state=Path(folder), mesh=Mesh(chosen, members))
+    sums = {name: [p.double().sum().item(), p.double().norm().item()] for name, p in model.named_parameters()}
+    return {"losses": [row["loss"] for row in log], "skipped": [row["step"] for row in log if row["skipped"]], "sums": sums}
 
 
 def refused_state(members: Sequence[int], **given: Any) -> str:
@@ -479,10 +451,11 @@ def disk_bytes() -> int:
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
-def refusal(members: Sequence[int], **given: Any) -> str:
-    """Return the message with which a layout is refused."""
+def refusal(members: Sequence[int], dropout: float = 0.0, **given: Any) -> str:
+    """Return the message with which a layout is refused. `dropout`: of adapters."""
     try:
-        compare(members, **given)
+        with mock.patch.dict(ADAPTERS, {name: more | {"dropout": dropout} for name, more in ADAPTERS.items()}):
+            compare(members, **given)
     except ValueError as error:
         return str(error)
     return "nothing was refused"
@@ -566,18 +539,22 @@ def gathered(held: Parallel) -> Transformer:
 def rolled(
     members: Sequence[int], layout: dict[str, int], generate: int = 0, max_stale: int = 0, critic: bool = False, variant: str = "plain",
     folder: str | None = None, at: Callable[[str, int], None] = lambda place, number: None, precision: str = "fp32", tensor: int = 1,
-    epochs: int = 1,
+    epochs: int = 1, own: dict[str, Any] | None = None, wavering: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train by GRPO, or PPO, on three rollouts; return the log without times, the weights' digest, and for each rollout that this rank
     trained on the share of log-probs with the bits of a pass before its updates. `at` is called in each wave and after each rollout.
+    own: settings. wavering: ranks differ in the reference's log-probs.
     """
     shape = {} if variant == "deep" else {"num_hidden_layers": 2}
     policy, equal, scored = network(variant, **shape), list[float](), itertools.count(1)
     settings = (PpoSettings if critic else GrpoSettings)(
         rollouts=3, prompts=6, answers=3, max_tokens=7, epochs=epochs, minibatches=2, generate=generate, max_stale=max_stale, generate_tensor=tensor,
         compute={"layout": layout, "micro_batch_tokens": 64, "precision": precision},
-        schedule={"learning_rate": 0.01, "warmup_steps": 0}, optimizer={"epsilon": 1e-3},
+        schedule={"learning_rate": 0.01, "warmup_steps": 0}, optimizer={"epsilon": 1e-3}, **own or {},
     )  # fmt: skip
+
+    def asked(self: Rollouts[Any], *given: Any, real: Callable[..., Tensor] = Rollouts._asked_logprobs) -> Tensor:
+        return real(self, *given) * (1 + 0.1 * wavering * dist.get_rank())
 
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Any]]) -> list[list[float]]:
         at("wave", next(scored))
@@ -592,7 +569,8 @@ def rolled(
     reference = part_of(network(variant, **shape), groups.mesh.layout, groups.mesh)
     source: Rollouts[Any] = Rollouts(policy, reference, score, PROMPTS, [1], settings, 5, groups=groups)
     given: Any = {"checkpoint_dir": folder and Path(folder), "on_step": lambda row: at("rollout", int(row["step"]))}
-    with mock.patch.object(Source, "take", take), mock.patch.object(Rollouts, "_wave", lambda _: 3):  # two waves
+    changes = mock.patch.multiple(Rollouts, _wave=lambda _: 3, _asked_logprobs=asked)  # two waves
+    with mock.patch.object(Source, "take", take), changes:
         log = train_ppo(source, network(variant if variant in ("moe", "deep") else "plain", "value", **shape), **given) if critic else train_grpo(source, **given)
     log = [{name: value for name, value in row.items() if name not in TIMED} for row in log]
     return {"log": log, "digest": weights_digest(policy), "equal": equal, "trains": groups.trains}
@@ -687,6 +665,19 @@ def listed(members: Sequence[int], folder: str) -> int:
     return -1 if state is None else state[1]["step"]
 
 
+def remembered(members: Sequence[int], folder: str) -> list[int]:
+    """Return a wave of answers as a rank reads it which, but for the first one, sees no file of it, and how often the rank made it anew."""
+    source, made = Source.__new__(Source), itertools.count()
+    source.groups, source._folder, source._names, source.follow = Groups(Layout(data=len(members)), 0, members), Path(folder), "run", lambda: None
+    file = Path(folder, "rollout-1-run", "0-0.json")
+    if is_first(members):
+        cached_json(file, lambda: 7)
+    source.groups.mesh.wait()
+    read = file.read_text() if is_first(members) else FileNotFoundError
+    with mock.patch.object(Path, "read_text", side_effect=[read] if is_first(members) else read):
+        return [source._remember(1)("0-0", lambda: next(made)), next(made)]
+
+
 def lost_weights(members: Sequence[int]) -> str:
     """Return the error of a sampling rank whose model does not receive the sent weights."""
     groups, model = Groups(generate=1, members=members), network("plain", seed=len(members))
@@ -710,5 +701,5 @@ JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
     "rolled": rolled, "silent": silent, "busy": busy, "failing": failing, "precision": precision, "listed": listed,
-    "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
+    "looped": looped, "remembered": remembered, "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -88,7 +88,7 @@ def serve(sockets: list[socket.socket]) -> None:
     from puna.models.machine import peak_flops
 
     peak_flops("cpu")
-    tests.parallel.cases.one_process("sft", "plain", (2, 3), ())
+    tests.parallel.cases.one_process("language and kto", "plain", (2, 3), ())
     gc.freeze()
     gc.enable()
     for rank, own in enumerate(sockets):

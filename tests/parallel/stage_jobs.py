@@ -6,20 +6,29 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import torch
+import torch.distributed as dist
 
+from puna.models.generation import Engine
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.settings import ComputeSettings
+from puna.models.training.state import save_state
 from puna.models.training.trainer import Trainer
 from puna.stages.align import distill, dpo, reinforcement, sample
 from puna.stages.contract import External, execute, rank_jobs
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.evaluation import benchmark, evaluate
+from puna.stages.pretrain import pretrain
+from puna.stages.pretrain.pretrain import Watch
+from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.token_rows import Packed, Reader
 from puna.stages.verifiers.scoring import Scorer
 from puna.storage import Store
@@ -90,4 +99,40 @@ def verified(members: Sequence[int], **given: Any) -> int:
     return count
 
 
-JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "verified": verified}
+def learned(members: Sequence[int], **given: Any) -> list[list[int]]:
+    """Return the tokens that a rank is to learn in the first step of a distillation in which each rank samples other answers."""
+
+    def generate(self: Engine, *asked: Any, real: Callable[..., Any] = Engine.generate) -> Any:
+        return [[one._replace(tokens=[(token + dist.get_rank()) % 50 for token in one.tokens]) for one in some] for some in real(self, *asked)]
+
+    def fit(_model: Any, _objective: Any, batches: Callable[[int], Any], *_: Any, **more: Any) -> None:
+        raise InterruptedError([batch.tokens.tolist() for batch in batches(1)])
+
+    with mock.patch.object(distill, "fit", fit), mock.patch.object(Engine, "generate", generate):
+        try:
+            stage(members, **given)
+        except InterruptedError as looked:
+            return looked.args[0]  # type: ignore[no-any-return]
+    raise AssertionError("the stage ended without a step")
+
+
+def decided(members: Sequence[int], folder: str) -> dict[str, Any]:
+    """Return what a rank decides about a phase and about averaged weights, by a loss and an accuracy that differ from rank to rank."""
+    rank, network_, everyone = dist.get_rank(), network("plain", seed=1), Mesh(Layout(data=len(members)), members)
+    if not rank:
+        save_state(Path(folder), 1, {f"weight.{name}": torch.zeros_like(p) for name, p in network_.named_parameters()}, {})
+    everyone.wait()
+    watch = Watch.__new__(Watch)
+    watch.pieces, watch.vocabulary, watch.depths, watch.config = [], None, {}, SimpleNamespace(needle=None, compute=ComputeSettings())
+    watch.run = SimpleNamespace(metric=lambda *_: None, figure=lambda *_: None, seed=lambda *_: 0)
+    watch.after, watch.before, bounds = 1.0, 1.5, Acceptance(needle=0.5, attempts=2)
+    accuracy = {0.5: SimpleNamespace(value=float(rank > 0))}
+    parts = {"by_depth": lambda *_: accuracy, "noise_of": lambda *_: None, "heat": lambda *_: None}
+    with mock.patch("puna.models.training.parallel.mesh.together", True), mock.patch.multiple(pretrain, **parts):
+        accepted = watch.accepts(network_, Phase(), bounds, 1, 16, 1.0)
+        with mock.patch.object(Watch, "loss", lambda *_: 2.0 - (rank > 0)):
+            watch.try_average(network_, Path(folder), "initial")
+    return {"accepted": accepted, "kept": sum(float(p.abs().sum()) for p in network_.parameters()) > 0}
+
+
+JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "verified": verified, "learned": learned, "decided": decided}

@@ -89,6 +89,18 @@ def test_only_the_first_rank_asks_the_verifiers(ranks: Run, store: Store, model:
     assert ranks("verified", 8, store=str(store.root), name="grpo", config=config, inputs=sent(given)) == [12, *7 * [0]]
 
 
+def test_all_ranks_learn_from_the_same_answers(ranks: Run, store: Store, model: Callable[..., Artifact]) -> None:  # noqa: F811
+    """Each samples answers that the others would not."""
+    config, given = CONFIGS["distill"], sent(inputs(store, "distill", model(3), model(4)))
+    first, *others = ranks("learned", 8, store=str(store.root), name="distill", config=config, inputs=given)
+    assert first and all(own == first for own in others)
+
+
+def test_all_ranks_decide_about_a_phase_and_an_average_as_the_first_one(ranks: Run, tmp_path: Path) -> None:
+    """Those who see another loss and another accuracy would take what it refuses."""
+    assert ranks("decided", 8, folder=str(tmp_path)) == 8 * [{"accepted": False, "kept": False}]
+
+
 @pytest.mark.parametrize("name, models, by", [("dpo", 1, "training"), ("grpo", 1, ""), ("ppo", 2, ""), ("distill", 1, "training")])
 def test_each_rank_looks_at_its_part_of_the_models(ranks: Run, name: str, models: int, by: str, tmp_path: Path) -> None:
     """About an eighth of each model is touched, plus neighbouring pages read by other ranks, which the system maps along; a model loaded

@@ -89,6 +89,19 @@ def test_ranks_that_score_answers_otherwise_train_on_the_first_ones_scores(ranks
     assert first == second and first["scores"] == ranks.alone("sampled")["scores"]
 
 
+def test_ranks_that_round_otherwise_train_on_the_first_ones_advantages(ranks: Run) -> None:
+    one, two = ranks.alone("rolled"), ranks("rolled", 2, layout={"data": 2}, wavering=True)
+    for own, expected in zip(two[0]["log"], one["log"], strict=True):
+        kl = own.pop("kl"), expected.pop("kl")
+        assert own == pytest.approx(expected, rel=1e-4, abs=1e-5) and kl[0] == pytest.approx(kl[1])
+    assert two[0]["digest"] == two[1]["digest"]
+
+
+def test_all_ranks_read_the_answers_that_the_first_one_sees(ranks: Run, tmp_path: Path) -> None:
+    """A shared folder's listing may be old on another machine, whose process would wait for the others to sample."""
+    assert ranks("remembered", 2, folder=str(tmp_path)) == [[7, 0], [7, 0]]
+
+
 def test_weights_are_sent_in_bf16(ranks: Run) -> None:
     one, (trainer, _) = ranks.alone("rolled", precision="bf16"), ranks("rolled", 2, layout={}, generate=1, precision="bf16")
     assert trainer["log"] == one["log"] and trainer["digest"] == one["digest"]

@@ -79,6 +79,82 @@ def test_two_agents_of_torchrun_that_count_starts_differently_go_on_after_a_kill
     assert agents.returncode == 0 and sorted(out.splitlines()) == ["start 0 of 0", "start 0 of 0", "start 0 of 1", "start 1 of 1"]
 
 
+LOST = """
+import os, signal, socket, sys, time
+from pathlib import Path
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from puna.stages.executors import ranks
+ranks.LAST_WORDS = 0.5
+folder = Path(sys.argv[1])
+def do(job):
+    with ranks.together(job if job["stage"] else None):
+        ranks.mesh().wait()
+        (folder / f"pid of {os.getppid()}").write_text(str(os.getpid()))
+        while not ranks.agree((folder / "lost").exists()):
+            time.sleep(0.1)
+def work():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ranks.join()
+    if ranks.follows():
+        return ranks.follow(lambda job: do({"stage": ""}))
+    do({"stage": "sft"})
+    ranks.finish()
+    print("ended", flush=True)
+def agent(port):
+    if (pid := os.fork()):
+        return pid
+    configs = {"keep_alive_interval": 1, "join_timeout": 100}
+    config = LaunchConfig(2, 2, 1, run_id="puna", rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", start_method="fork", monitor_interval=0.1,
+                          rdzv_configs=configs)
+    try:
+        elastic_launch(config, work)()
+        os._exit(0)
+    finally:
+        os._exit(1)
+def agents():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    both = [agent(port)]
+    while True:  # the first one holds the agents' store
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                break
+        time.sleep(0.1)
+    both.append(agent(port))
+    while not all((folder / f"pid of {pid}").exists() for pid in both):
+        time.sleep(0.1)
+    return port, *both
+def lose(pid):
+    worker = int((folder / f"pid of {pid}").read_text())
+    for one in (pid, worker):
+        os.kill(one, signal.SIGKILL)
+    os.waitpid(pid, 0)
+port, first, second = agents()
+lose(first)
+print("alone:", os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]), flush=True)
+port, first, second = agents()
+lose(second)
+(folder / "lost").touch()
+third = agent(port)
+print("with another:", *(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (first, third)), flush=True)
+"""
+
+
+def test_the_loss_of_an_agent_with_its_ranks_ends_the_others_and_another_agent_takes_its_place(tmp_path: Path):
+    """Without the agent that holds the agents' store none goes on. Without another one, all go on when an agent comes in its place."""
+    command = [sys.executable, "-c", LOST, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as agents:
+        try:
+            out, errors = agents.communicate(timeout=300)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agents.pid, signal.SIGKILL)
+    assert out.splitlines() == ["alone: 1", "ended", "with another: 0 0"], errors
+    assert "rank 1: PunaError: an exchange with another rank failed: " in errors
+
+
 def test_the_status_of_a_failure_is_handed_on_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -136,11 +212,12 @@ def test_the_last_words_of_each_rank_and_the_rank_that_hangs_are_named(capfd: py
 
 
 TOLD = """
-import sys, time
+import os, sys, time
 from puna.flows.engine.console import tee_stderr
 from puna.stages.executors import ranks
 ranks.join()
 if ranks.follows():
+    ranks.LOOK = 1.0
     with tee_stderr(ranks.tell):
         ranks.follow(lambda job: print(f"one\\ntwo of {job['stage']}", file=sys.stderr, flush=True))
 else:
@@ -149,11 +226,13 @@ else:
         while len(lines) < 4 and time.monotonic() < until:
             lines += [line for line in ranks.lines_of_ranks() if line.endswith(("one", "two of sft"))]  # torch warns of what it likes
     ranks.finish()
-    print(sorted(lines))
+    print(sorted(lines), flush=True)
+    os._exit(0)
 """
 
 
-def test_lines_of_other_ranks_reach_the_first_one(capfd: pytest.CaptureFixture[str]):
+def test_lines_of_other_ranks_reach_the_first_one_which_leaves_when_all_have_ended(capfd: pytest.CaptureFixture[str]):
+    """It holds the store, at which the others look once a second."""
     assert processes.start([sys.executable, "-c", TOLD], 3) == 0
     lines = [f"rank {rank}: {line}" for rank in (1, 2) for line in ("one", "two of sft")]
     assert capfd.readouterr().out.splitlines()[-1] == str(lines)

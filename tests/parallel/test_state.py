@@ -98,6 +98,18 @@ def test_a_training_goes_on_in_another_layout(ranks: Run, tmp_path: Path, first:
     assert losses == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.parametrize("axis", ["data", "shard", "tensor", "pipeline", "context", "expert"])
+def test_moments_in_files_skipped_spikes_and_averages_are_those_of_one_process(ranks: Run, tmp_path: Path, axis: str):
+    variant = "moe" if axis == "expert" else "plain"
+    ranks("trained", 1, layout={}, folder=str(tmp_path), steps=2, variant=variant, optimizer="muon")
+    given = {"folder": str(tmp_path), "variant": variant}
+    (one,), all_ = ranks("looped", 1, layout={}, **given), ranks("looped", 2, layout={axis: 2}, **given)
+    assert one["skipped"] and all(own == all_[0] for own in all_)
+    assert all_[0]["skipped"] == one["skipped"] and all_[0]["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    for name, sums in one["sums"].items():
+        assert all_[0]["sums"][name] == pytest.approx(sums, rel=1e-4, abs=1e-4), name
+
+
 def test_a_rank_that_cannot_write_ends_the_training_on_all_and_leaves_the_state_before(ranks: Run, tmp_path: Path):
     ranks("trained", 2, layout={"shard": 2}, folder=str(tmp_path), steps=2)
     here, there = ranks("unwritten", 2, folder=str(tmp_path))

@@ -62,7 +62,7 @@ def load(
     ranks if a file is damaged or missing, and on a rank that finds a tensor missing or in another shape.
     """
     paths = newest_first(folder)
-    if (name := mesh.gather_texts(paths[0].name if paths else "-")[0]) == "-":  # a rank's view of a shared folder may be outdated
+    if (name := mesh.first_text(paths[0].name if paths else "-")) == "-":  # a rank's view of a shared folder may be outdated
         return None
     path = folder / name
     damage = f"{path}: the saved training state is damaged; remove the folder to begin anew"

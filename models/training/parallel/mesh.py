@@ -176,6 +176,10 @@ class Mesh:
             dist.all_reduce(values, group=self.everyone)
         return values
 
+    def of_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's values on all ranks, in place."""
+        return self.add_everywhere(values if self.index == 0 else values.zero_())
+
     def agree(self, wish: bool) -> bool:
         """True if `wish` is true on any rank."""
         return wish if self.everyone is None else bool(self.add_everywhere(torch.tensor(float(wish))))
@@ -208,6 +212,10 @@ class Mesh:
         padded[self.index][: len(own)] = own
         dist.all_gather(padded, padded[self.index].clone(), group=self.everyone)
         return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
+
+    def first_text(self, text: str) -> str:
+        """Return the first rank's text, which is not empty, on all ranks."""
+        return self.gather_texts(text)[0]
 
     def dealt(self, items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable]) -> list[Any]:
         """Return, on all ranks, `compute`'s JSON value per item. Data-parallel ranks share the items; items of equal key go to one rank."""
