@@ -58,7 +58,7 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError if preferences are given but no step learns from them. DPO and `chosen` use them only if rounds make no own pairs."""
+    """Raise PunaError if preferences are given but no step learns from them. DPO and `chosen` use only a round's own pairs, if any."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()

@@ -82,7 +82,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     shape, tokenizer, layout = read_config(model.path()), tokenizer_of(model), config.serving.layout
     parts = layout.tensor * layout.pipeline
     if gpu and parts > 1:
-        raise PunaError(f"--gpu {gpu}: serving.layout = {layout}: groups that answer together are tested only on CPUs; set only data")
+        raise PunaError(f"--gpu {gpu}: serving.layout = {layout}: groups that answer together are proved only on CPUs; set only data")
     if problem := layout.misfit(shape):
         raise PunaError(f"{model.id}: serving.{problem}")
     precision: Precision = "bf16" if gpu else "fp32"

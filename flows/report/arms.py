@@ -158,8 +158,7 @@ class Arms:
         return paired_difference(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:
-        """Return a claim per metric and entry of `CLAIMS`, over the strongest control with at least the arm's budget, else the strongest
-        one."""
+        """Return a claim per metric and `CLAIMS` entry, over the strongest control with at least the arm's budget, else the strongest."""
         claims = []
         for name, (arm, controls) in CLAIMS.items():
             there = [control for control in controls if control in self.scores]

@@ -75,7 +75,7 @@ def test_a_result_goes_to_a_file_outside_the_store(store: Store, tmp_path: Path)
     assert pq.read_table(tmp_path / "rules.parquet").to_pylist() == expected
     assert pyarrow.csv.read_csv(tmp_path / "rules.csv")["n"].to_pylist() == [row["n"] for row in expected]
     for output, words, said in (
-        (store.root / "objects" / "x.csv", query, "lies in the store"),
+        (store.root / "objects" / "x.csv", query, "is in the store"),
         (tmp_path / "none" / "x.csv", query, "there is no folder"),
         (tmp_path / "x.xlsx", query, "ending says the format"),
         (tmp_path / "x.csv", "select nothing from dropped", "nothing"),
