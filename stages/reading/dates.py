@@ -6,7 +6,7 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-YEARS = range(1678, 2262)  # years whose times fit into 64 bits of nanoseconds, which some readers of tables use
+YEARS = range(1678, 2262)  # years whose times fit into 64-bit nanoseconds, which some table readers use
 LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microseconds=1) for year in (YEARS.start, YEARS.stop))
 
 
@@ -16,12 +16,12 @@ def microseconds(at: datetime) -> int:
         at = at.replace(tzinfo=UTC)
     count = (at - EPOCH) // timedelta(microseconds=1)
     if not LOW <= count < HIGH:
-        raise ValueError(f"the year {at.year} is not among {YEARS.start} to {YEARS.stop - 1}")
+        raise ValueError(f"the year {at.year} is not in the range {YEARS.start} to {YEARS.stop - 1}")
     return count
 
 
 def moment(value: Any) -> int | None:
-    """Return a date, a time, ISO text or (milli)seconds since 1970 in microseconds; 0 for None or ""; None for any other value or year."""
+    """Return a date, time, ISO text or (milli)seconds since 1970 in microseconds; 0 for None or ""; None for any other value or year."""
     try:
         time = _moment(value)
     except (ValueError, OverflowError):
