@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the encoded answers' common prefix, and each answer's next token. Raise PunaError if one is missing or equals another."""
+    """Return the common prefix of the encoded answers, and each answer's next token. Raise PunaError if one is missing or two are equal."""
     shared = 0
     while all(len(one) > shared for one in ids) and len({one[shared] for one in ids}) == 1:
         shared += 1
@@ -20,13 +20,13 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
     if -1 in tokens or len(set(tokens)) < len(tokens):
         raise PunaError(
             f"judge: the model's tokenizer does not tell the answers {', '.join(answers)} apart by one token; "
-            "change the answers, or choose another model"
+        "change the answers, or choose another model"
         )
     return ids[0][:shared], tokens
 
 
 def mean_grades(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the mean grade, float64 [n], and the probability of all answer tokens together, float64 [n].
+    """Return the mean grade, float64 [n], and the total probability of all answer tokens, float64 [n].
 
     `values` are weighted by the probabilities of `tokens`, normalised over these tokens. `logits` [n, vocabulary]: next-token logits."""
     import torch

@@ -1,8 +1,7 @@
 """Plugins: stages, signals, rules, verifiers, losses and flows from other packages and from a user's own files.
 
-A package offers plugins through entry points in the `GROUPS`. An entry point names an object, or a module whose import runs
-declarations (`@stage`, …). A user's own file is named on the command line, `--module mine.py`, and may declare anything.
-"""
+A package offers plugins through entry points in the `GROUPS`. An entry point names an object, or a module whose import runs declarations
+(`@stage`, …). A user's own file is named on the command line, `--module mine.py`, and may declare any of these."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _registries: list[tuple[dict[str, Any], Callable[[Any], str]]] = []
 
 
 def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, T]:
-    """Register and return `entries`, a dict; if the import of a module fails, the module's declarations are removed from the dict."""
+    """Register and return the dict `entries`. If the import of a module fails, the module's declarations are removed from it."""
     _registries.append((entries, module_of))
     return entries
 
@@ -38,10 +37,10 @@ def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, 
 def offers(group: str) -> dict[str, object]:
     """Return name → plugin (module or object, imported once) of installed packages in `group`. PunaError if it is not one of `GROUPS`.
 
-    A plugin that cannot be imported, or whose name is taken, is left out; the log and `broken_plugins` name it.
+    A plugin that cannot be imported, or whose name is taken, is left out, logged, and listed by `broken_plugins`.
     """
     if group not in GROUPS:
-        raise PunaError(f"{group}: no group of plugins; there are {', '.join(GROUPS)}")
+        raise PunaError(f"{group} is not a plugin group; the groups are {', '.join(GROUPS)}")
     if group not in _offers:
         _offers[group] = {}
         for entry in sorted(entry_points_on(tuple(sys.path)).select(group=group), key=lambda e: (e.name, e.value)):
@@ -50,7 +49,7 @@ def offers(group: str) -> dict[str, object]:
 
 
 def broken_plugins() -> list[str]:
-    """Return one sentence for each plugin that `offers` has failed to load so far: name, package, reason."""
+    """Return one message for each plugin that `offers` failed to load so far: name, package, reason."""
     return list(_broken.values())
 
 
@@ -72,9 +71,9 @@ def _load(entry: EntryPoint) -> None:
 
 
 def add(text: str) -> ModuleType:
-    """Import and return the Python file or dotted module that `--module` names; raise PunaError if the import fails.
+    """Import and return the Python file or dotted module given by `--module`. Raise PunaError if the import fails.
 
-    A file's folder is appended to `sys.path`, so that the file can import its neighbours. No other module may have the file's name.
+    A file's folder is appended to `sys.path`, so that it can import its neighbours. The file must not have the name of another module.
     """
     name, file = _at(Path(text)) if text.endswith(".py") or "/" in text else (text, "")
     if file:
@@ -89,14 +88,14 @@ def add(text: str) -> ModuleType:
 
 
 def added_modules() -> dict[str, str]:
-    """Return name → file ("" for a dotted module) of the modules that `add` imported, in order. Workers import these modules, too."""
+    """Return name → file ("" for a dotted module) of the modules that `add` imported, in order. Workers import them, too."""
     return dict(_modules)
 
 
 def is_allowed(module: str) -> bool:
-    """True if data may name functions of a module: it, or a package above it, was added by `--module` or offers an installed plugin.
+    """True if data may name functions of a module: `--module` added it or a package above it, or it offers an installed plugin.
 
-    Puna's own modules are not allowed: data refer to Puna's verifiers by name.
+    Puna's own modules are not allowed, since data refer to Puna's verifiers by name.
     """
     if module.split(".")[0] == "puna":
         return False
@@ -113,7 +112,7 @@ def _at(path: Path) -> tuple[str, Path]:
     file = path.expanduser().resolve()
     name = file.stem
     if not file.is_file():
-        raise PunaError(f"--module {path}: there is no such file")
+        raise PunaError(f"--module {path}: no such file")
     if not name.isidentifier() or file.suffix != ".py":
         raise PunaError(f"--module {path}: its name must be a Python name and end in .py, for example my_stages.py")
     if str(file.parent) not in sys.path:

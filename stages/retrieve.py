@@ -1,8 +1,7 @@
-"""Passages of documents for a question, ranked by BM25 (Robertson and Zaragoza 2009) in one pass over the documents.
+"""Retrieval of passages for a question, ranked by BM25 (Robertson and Zaragoza 2009) in one pass over the documents.
 
-A document's score is the sum over the question's different words of log(1 + (N - n + 1/2) / (n + 1/2)) f (k + 1) / (f + k (1 - b + b l /
-L)). The word is in n of N documents, f times in this document of l words (mean L); k = 1.2 and b = 0.75.
-"""
+A document's score is the sum over the question's distinct words of log(1 + (N - n + 1/2) / (n + 1/2)) f (k + 1) / (f + k (1 - b + b l /
+L)). The word is in n of N documents, f times in this document of l words (mean L); k = 1.2 and b = 0.75."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def _words(text: str) -> list[str]:
 
 
 def _around(text: str, weight: dict[str, float], words: int) -> str:
-    """Return the `words` consecutive words with the highest total weight (the first such run), as in the text; a shorter text whole."""
+    """Return the first run of `words` consecutive words with the highest total weight, as spelled in the text; a shorter text whole."""
     places = [(match.start(), match.end(), weight.get(match.group().lower(), 0.0)) for match in WORD.finditer(text)]
     if len(places) <= words:
         return text.strip()

@@ -1,8 +1,7 @@
 """Answers by search: a model gives n answers to a prompt, and one of them is chosen. The cost of a search is counted in tokens.
 
-- `best` (best of n): the answer with the highest score, by a verifier (Cobbe et al. 2021) or, without a verifier, by mean log-probability;
-- `majority`: an answer with the most frequent final answer (self-consistency, Wang et al. 2022).
-"""
+- `best` (best of n): the answer with the highest score, from a verifier (Cobbe et al. 2021) or, without one, by mean log-probability;
+- `majority`: an answer with the most frequent final answer (self-consistency, Wang et al. 2022)."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class SearchConfig(StageConfig):
     """Settings of the search for an answer."""
 
     method: Method = Field("best", description="best: the answer with the highest score of n; majority: the most frequent final answer")
-    n: int = Field(8, ge=2, description="Number of answers to each prompt")
+    n: int = Field(8, ge=2, description="Number of answers per prompt")
     verifier: dict[str, JsonValue] | None = Field(
         None, description="Verifier {name: …, …} that scores answers for `best`; null: the mean log-probability of an answer's tokens"
     )
@@ -56,7 +55,7 @@ def likelihood(answer: Completion) -> float:
 def search(
     engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
 ) -> list[Choice]:
-    """Return the chosen answer to each prompt, the first of equals. `values`: (prompt index, answer) pairs → scores; None ranks last."""
+    """Return the chosen answer to each prompt; ties go to the first. `values`: (prompt index, answer) pairs → scores; None ranks last."""
     tokenizer = engine.tokenizer
     rows = engine.generate(prompts, replace(params, n=config.n))
 

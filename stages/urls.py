@@ -1,4 +1,4 @@
-"""URLs: parsing (WHATWG, by ada), normalisation, and the host names that domain lists match."""
+"""URLs: parsing (WHATWG, with ada), normalisation, and the host names that domain lists match."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def parse(url: str) -> Address | None:
 
 
 def normalize(url: str) -> str:
-    """Return one normalised URL for all URLs of the same page.
+    """Return the same normalised URL for all URLs of the same page.
 
-    Beyond WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, credentials, fragments,
-    tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified.
-    URLs with another scheme lose only the fragment; a text that is not an absolute URL is returned unchanged."""
+    In addition to WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, credentials,
+    fragments, tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified. URLs
+    with another scheme lose only the fragment; text that is not an absolute URL is returned unchanged."""
     parsed = _whatwg(url)
     if parsed is None:
         return url
@@ -65,7 +65,7 @@ def _whatwg(url: str) -> Any:
 
 
 def _escapes(text: str) -> str:
-    """Return text with unified percent escapes: unreserved characters are decoded, other escapes in upper case (RFC 3986, 6.2.2)."""
+    """Return text with unified percent escapes: unreserved characters are decoded, other escapes are in upper case (RFC 3986, 6.2.2)."""
     return ESCAPE.sub(_escape, text) if "%" in text else text
 
 
@@ -75,9 +75,9 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def names(host: str) -> list[str]:
-    """Return the host and its parent domains up to the registrable domain (a.b.co.uk: a.b.co.uk, b.co.uk); without one, the host alone."""
+    """Return the host and its parent domains up to the registrable domain (a.b.co.uk: a.b.co.uk, b.co.uk); without one, only the host."""
     shortest = _registrable(host)
-    if not shortest or shortest == host or host[-1:].isdigit() or host.startswith("["):  # numbers: an IP address
+    if not shortest or shortest == host or host[-1:].isdigit() or host.startswith("["):  # an IP address
         return [host]
     labels = host.split(".")
     keep = shortest.count(".") + 1
@@ -85,7 +85,7 @@ def names(host: str) -> list[str]:
 
 
 def public_suffix(domain: str) -> bool:
-    """True if a registry lets anyone register names under `domain` (`com`, `co.uk`; not shared hosts such as `blogspot.com`)."""
+    """True if anyone can register names under `domain` at a registry (`com`, `co.uk`; not shared hosts such as `blogspot.com`)."""
     return bool(_suffixes().is_public(domain))
 
 
@@ -98,5 +98,5 @@ def _registrable(host: str) -> str:
 def _suffixes():  # type: ignore[no-untyped-def]
     from publicsuffixlist import PublicSuffixList
 
-    # Sites on shared hosts (blogspot.com) are judged like any other domain: only the registries' suffixes count.
+    # Sites on shared hosts (blogspot.com) are treated like any other domain: only suffixes of registries count.
     return PublicSuffixList(only_icann=True)

@@ -1,4 +1,4 @@
-"""Artifacts, manifests, aliases and the catalog that DuckDB queries."""
+"""Artifacts, manifests, aliases, and the catalog that DuckDB queries."""
 
 from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError, errors_at

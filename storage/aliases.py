@@ -1,9 +1,8 @@
 """The aliases of a store: names that point to artifacts, by project. An alias is a small file with a checksum, changed by compare-and-swap.
 
-refs/<name>/<version>.json                       NAME@VERSION of the project `default`
-refs/.projects/<project>/<name>/<version>.json   NAME@VERSION of another project, which all others call PROJECT/NAME@VERSION
-refs/.journal                                    a line for each alias that was ever set, so that a lost one is noticed
-"""
+refs/<name>/<version>.json                       NAME@VERSION of the project `default` refs/.projects/<project>/<name>/<version>.json
+NAME@VERSION of another project, which others call PROJECT/NAME@VERSION refs/.journal                                    a line for each
+alias that was ever set, so that lost aliases are noticed"""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from puna.storage.errors import PunaError
 from puna.storage.files import Files
 
 DEFAULT = "default"
-"""The project that is meant if none is named."""
+"""The project that is used if none is named."""
 JOURNAL = "refs/.journal"
 FIELDS = {"time", "alias", "artifact"}
 PROJECTS = "refs/.projects"
@@ -33,25 +32,25 @@ NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
 def checked_project(name: object) -> str:
     """Return `name` if it is a valid name of a project; otherwise raise PunaError."""
     if not isinstance(name, str) or not re.fullmatch(PROJECT, name):
-        raise PunaError(f"project {name}: a project's name has letters, digits, - and _ only, 100 at most, for example news")
+        raise PunaError(f"project {name}: a project's name has only letters, digits, - and _, at most 100, for example news")
     return name
 
 
 class Aliases:
-    """The aliases of a store, as one project names them: the project's own are NAME@VERSION, all others PROJECT/NAME@VERSION."""
+    """The aliases of a store, as seen from one project: the project's own are NAME@VERSION, all others PROJECT/NAME@VERSION."""
 
     def __init__(self, files: Files, project: str = DEFAULT) -> None:
         self._files = files
         self.project = checked_project(project)
 
     def target(self, alias: str) -> tuple[str, str] | None:
-        """Return kind and key that an alias points to; None if it does not exist. Raise PunaError for an invalid name or a damaged file."""
+        """Return the (kind, key) that an alias points to; None if it does not exist. PunaError for an invalid name or a damaged file."""
         fields = read_pointer(self._files, self._file(alias))
         return None if fields is None else (fields["kind"], fields["key"])
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
-        """Point an alias at an artifact and return the alias. For a numbered alias that was ever set to another artifact, take the next
-        free number. `expected`: the key that an alias without number must point to before (empty: none), else raise PunaError."""
+        """Point an alias at an artifact and return the alias. For a numbered alias that was ever set to another artifact, use the next free
+        number instead. `expected`: the key that an alias without a number must point to before (empty: none), else raise PunaError."""
         if (number := NUMBERED.fullmatch(alias)) is not None:
             return self._set_numbered(number[1], int(number[2]), artifact)
         file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
@@ -92,7 +91,7 @@ class Aliases:
         return f"refs/{name}/{version}.json" if project == DEFAULT else f"{PROJECTS}/{project}/{name}/{version}.json"
 
     def files(self) -> dict[str, str]:
-        """Return alias → name of the alias's file, for all aliases of all projects."""
+        """Return alias → name of its file, for all aliases of all projects."""
         files: dict[str, str] = {}
         for file in filter(is_pointer, self._files.list("refs")):
             project, inside = DEFAULT, file.removesuffix(".json").split("/")[1:]
@@ -104,24 +103,24 @@ class Aliases:
         return files
 
     def keys(self) -> dict[str, str]:
-        """Return alias → key of the alias's artifact, for all aliases of all projects. Raise PunaError if an alias's file is damaged."""
+        """Return alias → key of its artifact, for all aliases of all projects. Raise PunaError if an alias file is damaged."""
         pointers = {alias: read_pointer(self._files, file) for alias, file in self.files().items()}
         return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
     def find_lost(self) -> dict[str, str]:
-        """Return alias → first artifact, as `journal` does, for the aliases of all projects that were set and are gone."""
+        """Return alias → first artifact, like `journal`, for aliases of all projects that were set and no longer exist."""
         present = {self.name_for(alias) for alias in self.files()}
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
-        """Return alias (as the default project names it) → `Artifact.id` of its first artifact, for all ever set. Skip damaged lines."""
+        """Return alias (as named in the default project) → `Artifact.id` of its first artifact, for all ever set. Skip damaged lines."""
         first: dict[str, str] = {}
         for entry in index.journal(self._files, JOURNAL, FIELDS)[0]:
             first.setdefault(str(entry["alias"]), str(entry["artifact"]))
         return first
 
     def _note(self, alias: str, artifact: Artifact) -> None:
-        """Add an alias to the journal, unless the journal has it already."""
+        """Add an alias to the journal, unless it is already there."""
         if (name := self.name_for(alias)) not in self.journal():
             line = {"time": datetime.now(UTC).isoformat(), "alias": name, "artifact": artifact.id}
             self._files.append(JOURNAL, index.line(line))

@@ -21,7 +21,7 @@ from puna.storage.schemas import table_schema
 from puna.storage.shards import Shard
 
 CHECKED = ".checked"
-"""Name of a file beside a manifest: the versions of the artifact's files whose checksums were verified."""
+"""Name of a file beside a manifest that lists the versions of the artifact's files whose checksums have been verified."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Artifact:
 
     @property
     def id(self) -> str:
-        """Return a short name for people: kind and the first 12 digits of the key."""
+        """Return a short, readable name: the kind and the first 12 digits of the key."""
         return f"{self.kind}/{self.key[:12]}"
 
     @property
@@ -70,7 +70,7 @@ class Artifact:
         return path
 
     def record(self, table: str | None = None) -> TableRecord:
-        """Return the manifest's record of a table (default: the main one). Raise PunaError if there is no such table."""
+        """Return the manifest's record of a table (default: the main table). Raise PunaError if there is no such table."""
         name = table or self.kind
         if name not in self.manifest.tables:
             raise PunaError(f"artifact {self.id} has no table {name!r}; it has {', '.join(self.tables) or 'none'}")
@@ -86,14 +86,14 @@ class Artifact:
         return Stored(self.files, f"{self.place}/{name}", self.manifest.files[name].sha256, groups)
 
     def sources(self, table: str | None = None) -> list[Artifact]:
-        """Return the other artifacts that hold rows of the table; raise PunaError if one is gone."""
+        """Return the other artifacts that hold rows of the table. Raise PunaError if one no longer exists."""
         artifacts = [Artifact(source.kind, source.key, self.files) for source in self.record(table).sources]
         if lost := next((one for one in artifacts if self.files.stat(f"{one.place}/{NAME}") is None), None):
-            raise PunaError(f"artifact {self.id} keeps rows of {lost.id}, which is not in the store")
+            raise PunaError(f"artifact {self.id} refers to rows of {lost.id}, which is not in the store")
         return artifacts
 
     def shards(self, table: str | None = None) -> list[ShardRows]:
-        """Return the table's shards by reference, in the order of the table's primary key."""
+        """Return the table's shards by reference, in primary key order."""
         return self._shards(table, lambda artifact, shard: artifact.stored_file(shard.file, shard.groups) if shard.file else None)
 
     def facts(self) -> list[ShardRows]:
@@ -146,17 +146,17 @@ class Artifact:
         return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
     def beside(self, columns: list[str] | None = None, table: str | None = None) -> Beside:
-        """Return the table as an argument of `run.transform`: with each part, the function gets this table's rows with the part's ids."""
+        """Return the table as an argument of `run.transform`, whose function then gets this table's rows with the ids of each part."""
         return Beside(tuple(self.shards(table)), self._empty(table, columns).schema)
 
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False, seen: set[str] | None = None) -> list[str]:
-        """Return a list of clauses, one per damage found; empty if the artifact is whole (then record which files were verified).
+        """Return one clause per damage found; [] if the artifact is intact (the verified files are then recorded).
 
-        Damage is an unreadable, foreign or edited manifest; a file that is missing or unknown, or has a wrong size or checksum;
-        rows kept by reference whose artifact is gone, damaged or changed. `read`: verify checksums only of files whose names begin with
-        one of these (NAME.parquet also stands for NAME/); empty: of all. `quick`: skip checksums of files with the version (`Stat`) of
-        their last verification. This still detects changed, truncated, replaced or removed files; only a full check detects bit
-        rot. `own`: skip the artifacts whose rows this one keeps by reference. `seen`: places of such artifacts that were already checked.
+        Damage is an unreadable, foreign or edited manifest; a file that is missing or unknown, or has a wrong size or checksum; rows kept
+        by reference whose artifact is gone, damaged or changed. `read`: verify checksums only of files whose names begin with one of these
+        (NAME.parquet also stands for NAME/); empty: of all files. `quick`: skip checksums of files with the version (`Stat`) of their last
+        verification. This still detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: skip the
+        artifacts whose rows this one keeps by reference. `seen`: locations of such artifacts that were already checked.
         """
         try:
             manifest = self.manifest
@@ -164,7 +164,7 @@ class Artifact:
         except PunaError as error:
             return [str(error)]
         if (manifest.kind, manifest.key) != (self.kind, self.key):
-            damage.append(f"manifest.json is that of {manifest.kind}/{manifest.key[:12]}")
+            damage.append(f"manifest.json belongs to {manifest.kind}/{manifest.key[:12]}")
         stats, known = self.files.stats(self.place), manifest.files
         present = {n: s for n, s in stats.items() if n in known or not any(p.startswith(".") for p in n.split("/"))}
         damage += [f"{name} is not in the manifest" for name in sorted(set(present) - set(manifest.files) - {NAME})]
@@ -192,16 +192,16 @@ class Artifact:
     def _damage_of_sources(self, kind: str, key: str, digest: str, read: Sequence[str], quick: bool, seen: set[str]) -> list[str]:
         source = Artifact(kind, key, self.files)
         if self.files.stat(f"{source.place}/{NAME}") is None:
-            return [f"it keeps rows of {source.id}, which is not in the store"]
+            return [f"it refers to rows of {source.id}, which is not in the store"]
         try:
             if source.record().digest != digest:
-                return [f"it keeps rows of {source.id}, which has other content now"]
+                return [f"it refers to rows of {source.id}, whose content has changed"]
         except PunaError as error:
             return [str(error)]
         if source.place in seen:
             return []
         seen.add(source.place)
-        return [f"it keeps rows of {source.id}: {what}" for what in source.damage(read, quick=quick, seen=seen)]
+        return [f"it refers to rows of {source.id}: {what}" for what in source.damage(read, quick=quick, seen=seen)]
 
     def _checked_versions(self) -> dict[str, str]:
         try:
@@ -219,10 +219,10 @@ class Artifact:
 
 
 def _stem(name: str) -> str:
-    """Return the folder of a table's files, `dropped/` for `dropped.parquet`; other names stay."""
+    """Return the folder of a table's files, `dropped/` for `dropped.parquet`; other names are returned unchanged."""
     return name.removesuffix(".parquet") + "/" if name.endswith(".parquet") else name
 
 
 def place_of(kind: str, key: str) -> str:
-    """Return the name of the folder of the artifact with this kind and key, which need not exist."""
+    """Return the name of the folder of the artifact with this kind and key, whether or not it exists."""
     return f"objects/{kind}/{key[:2]}/{key}"

@@ -1,8 +1,7 @@
-"""Checksums of the blocks of a file on an object store, stored as the object's metadata, so that every response carries them all.
+"""Checksums of the blocks of a file on an object store. They are stored as the object's metadata, so that every response contains them all.
 
-Reads of an opened file are widened to whole blocks, whose checksums are verified. So Parquet, DuckDB and a model's loader detect flipped
-bits, whether in transit or at rest, except in files that other tools copied in without checksums.
-"""
+Reads of an opened file are extended to whole blocks, whose checksums are verified. So Parquet, DuckDB and model loaders detect flipped
+bits, whether in transit or at rest, except in files that other tools copied in without checksums."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ import numpy as np
 
 LEAST = 1 << 16
 MOST = 320
-"""Maximum number of blocks of a file: an object can have 2 kB of metadata."""
+"""Maximum number of blocks of a file, since an object can have 2 kB of metadata."""
 FIRST, LARGEST = 1 << 20, 8 << 20
-"""Bytes that a reader fetches for a smaller read: at first, and at most. Each sequential fetch doubles the amount."""
+"""Minimum and maximum number of bytes that a reader fetches for a smaller read. Each sequential fetch doubles the amount."""
 
 
 def block_bytes(size: int) -> int:
@@ -62,7 +61,7 @@ def right(data: bytes, start: int, size: int, sums: str) -> bool:
 
 
 class Reader(io.RawIOBase):
-    """A seekable reader of a file of `size` bytes; fetch(start, stop) returns the bytes of a range after verifying their checksums."""
+    """A seekable reader of a file of `size` bytes; `fetch(start, stop)` returns the bytes of a range after verifying their checksums."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
         self._size, self._fetch = size, fetch

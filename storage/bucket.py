@@ -1,8 +1,7 @@
-"""Requests to a bucket of an object store, with retries where a retry may help, and errors without secrets.
+"""Requests to a bucket of an object store, with retries where they may help, and errors without secrets.
 
-Credentials, region and endpoint come only from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN,
-AWS_REGION, AWS_ENDPOINT_URL and others). Credentials are never pickled, written or shown.
-"""
+Credentials, region and endpoint come only from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION,
+AWS_ENDPOINT_URL and others). Credentials are never pickled, written or shown."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ class Bucket:
         return _connect(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _request(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Return a request's answer, with retries beyond the client's own. `written`: a 404 means a missing bucket, not a missing file."""
+        """Return a request's response, retrying beyond the client's own retries. `written`: a 404 means a missing bucket, not a missing
+        file."""
         for attempt in range(TRIES):
             try:
                 return request()
@@ -63,7 +63,7 @@ class Bucket:
         raise AssertionError
 
     def _no_bucket(self) -> PunaError:
-        return PunaError(f"{self.uri}: there is no bucket {self.bucket}; make it first, or name another with --store")
+        return PunaError(f"{self.uri}: the bucket {self.bucket} does not exist; create it, or give another with --store")
 
     def _failure(self, name: str, error: Exception) -> PunaError:
         """Return the error for a failed request, which says what to do and contains no secrets."""
@@ -76,7 +76,7 @@ class Bucket:
             return self._no_bucket()
         refused = isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError))
         if refused or _status(error) in ("401", "403"):
-            what = "access was refused; the AWS_… variables in the environment must hold credentials for the bucket"
+            what = "access was denied; the AWS_… environment variables must hold credentials for the bucket"
             return PunaError(f"{self.uri}/{name}: {what} ({text})")
         return PunaError(f"{self.uri}/{name}: the request to the object store failed ({text}); run again, finished work is kept")
 
@@ -85,7 +85,7 @@ class Bucket:
 def _connect(bucket: str, prefix: str, endpoint: str) -> S3Store:
     if not any(os.environ.get(name) for name in CREDENTIALS):
         raise PunaError(f"store s3://{bucket}/{prefix}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment")
-    # The server compares uploads with this checksum and refuses those with flipped bits.
+    # The server compares uploads with this checksum and rejects those with flipped bits.
     return S3Store(
         bucket, prefix=prefix or None, config={"checksum_algorithm": "SHA256"},
         client_options={"allow_http": endpoint.startswith("http://"), "timeout": timedelta(seconds=120)},
@@ -94,13 +94,13 @@ def _connect(bucket: str, prefix: str, endpoint: str) -> S3Store:
 
 
 def _status(error: Exception) -> str:
-    """Return the HTTP status code in the message of a client's error; empty if the message has none."""
+    """Return the HTTP status code in the message of a client error; empty if there is none."""
     match = re.search(r"status code: (\d+)", str(error))
     return match[1] if match else ""
 
 
 def passing(error: Exception) -> bool:
-    """True if the request that failed with `error` may succeed on a retry."""
+    """True if the request that failed with `error` may succeed when retried."""
     return isinstance(error, obstore.exceptions.GenericError) and _status(error) in ("", "409", "429", "500", "502", "503", "504")
 
 

@@ -1,7 +1,7 @@
-"""Cache of local copies of an object store's files, for libraries that read by path. A full cache evicts the least recently used entries.
+"""A cache of local copies of an object store's files, for libraries that read by path. A full cache evicts the least recently used entries.
 
-The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: maximum size per store.
-"""
+The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: maximum size per
+store."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Cache:
     root: Path
 
     def path(self, name: str) -> Path:
-        """Return the path of the copy of a file or folder, which need not exist."""
+        """Return the path of the local copy of a file or folder, which need not exist."""
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch files of `versions` (name → version) that lack this copy, by fetch(name, path). Pin all; evict others from a full cache."""
+        """Fetch files in `versions` (name → version) without such a copy, by fetch(name, path). Pin all; evict others from a full cache."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False
@@ -78,7 +78,7 @@ class Cache:
                 path.unlink(missing_ok=True)
 
     def scratch(self, name: str) -> Path:
-        """Return a folder for work in progress. The folder does not count towards the maximum size; `forget_scratch` removes it."""
+        """Return a folder for work in progress. It does not count towards the maximum size; `forget_scratch` removes it."""
         path = self.root / "scratch" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -90,7 +90,7 @@ class Cache:
         return self.root / "locks" / entry.replace("/", "+")
 
     def _pin(self, entry: str) -> None:
-        """Keep processes from removing an entry while this process runs, or until this process has used `PINNED` other entries."""
+        """Keep all processes from removing an entry while this process runs, or until it has used `PINNED` other entries."""
         file = self._lock(entry)
         if file not in _pinned:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Cache:
             _pinned.popitem(last=False)[1].close()
 
     def _shrink(self, most: int) -> None:
-        """Remove entries that no process has pinned, least recently used first, until only `most` bytes or pinned ones are left."""
+        """Remove unpinned entries, least recently used first, until at most `most` bytes or only pinned entries are left."""
         sizes: dict[str, int] = {}
         files = self.root / "files"
         for path, _, names in os.walk(files):

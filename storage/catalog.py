@@ -1,8 +1,7 @@
-"""DuckDB catalog of all artifacts: one view per table, and tables about artifacts and runs; see `views`.
+"""The DuckDB catalog of all artifacts: one view per table, and tables about artifacts and runs; see `views`.
 
 Summaries of the artifacts are read when the connection is opened; a table or view is created when a statement first names it. The
-connection reads only the store's own files, and writes only `output`.
-"""
+connection can read only the store's own files, and write only `output`."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ from puna.storage.tables import connect, literal, pattern
 from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST, Views, duck_type, facts
 
 MOST_COMPARED = 4 << 30
-"""Maximum bytes of files whose checksums are verified per statement: about 3 s on one core."""
+"""Maximum bytes of files whose checksums are verified per statement, which takes about 3 s on one core."""
 
 
 class Catalog:
-    """An open connection to the tables of a store; the views' column `artifact` is the artifact's key.
+    """An open connection to the tables of a store. The views' column `artifact` is the artifact's key.
 
     Files' checksums are verified before a statement reads the files, up to `MOST_COMPARED` bytes; `uncompared`: number of bytes beyond.
-    `output`: a file outside the store that the connection may write. `memory`: memory limit in DuckDB's notation (`1GB`); statements then
-    do not spill to disk.
+    `output`: a file outside the store that the connection may write. `memory`: memory limit in DuckDB's notation (`1GB`), with which
+    statements do not spill to disk.
     """
 
     def __init__(self, store: Store, output: Path | None = None, memory: str | None = None) -> None:
@@ -42,7 +41,7 @@ class Catalog:
             self.connection.execute(f"set memory_limit = {literal(memory)}")
             self.connection.execute("set temp_directory = ''")
         self.connection.execute("set TimeZone='UTC'")
-        # Only the store's own files can be read, whatever a statement says; a view names them by pattern.
+        # Only the store's own files can be read, whatever the statement; a view names them by pattern.
         before = store.files.sql(self.connection)
         allowed = ", ".join(literal(form) for form in sorted({f"{before}objects/", pattern(f"{before}objects/")}))
         self.connection.execute(f"set allowed_directories = [{allowed}]")
@@ -69,7 +68,7 @@ class Catalog:
         self.connection.close()
 
     def view(self, *names: str) -> None:
-        """Create these tables, views and macros, and all that they need, unless they exist. Skip unknown names."""
+        """Create these tables, views and macros, and everything they need, unless they exist. Skip unknown names."""
         for name in names:
             if name in self._known or name not in (*self.names, *MACROS):
                 continue
@@ -85,7 +84,8 @@ class Catalog:
                 create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:
-        """Add files that a view reads, and verify the checksums of all files added so far, the last added (the newest artifact's) first."""
+        """Add files that a view reads, and verify the checksums of all files added so far, those added last (the newest artifact's)
+        first."""
         self._read += names
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 
@@ -96,16 +96,16 @@ class Catalog:
         return [*dict.fromkeys(self._by_word[word] for word in self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
-        """Return the key of the artifact with this name (`stage:NAME`: the newest of a stage). Raise PunaError unless the name fits one."""
+        """Return the key of the artifact with this name (`stage:NAME`: a stage's newest). Raise PunaError unless one artifact fits."""
         if name.startswith("stage:"):
             keys = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
             if not keys:
-                raise PunaError(f"{name}: no artifact of this stage is in the store")
+                raise PunaError(f"{name}: the store has no artifact of this stage")
             return str(keys[-1])
         return self._store.resolve(name).key
 
     def _resolve(self, text: str) -> str:
-        """Return a statement in which keys replace the names of artifacts in calls of macros, such as `lineage('NAME')`."""
+        """Return a statement in which names of artifacts in macro calls, such as `lineage('NAME')`, are replaced by keys."""
 
         def keys(call: re.Match[str]) -> str:
             names = re.sub(r"'([^']+)'", lambda name: literal(self.key_of(name[1])), call[2])
@@ -114,7 +114,7 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Return the number of artifacts with each table that `text` names, if more than one; {} if `text` contains the word `artifact`."""
+        """Return table → number of artifacts with it, for tables in `text` with several; {} if `text` contains the word `artifact`."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.names_in(text) if name in KINDS}
@@ -127,7 +127,7 @@ class Catalog:
             if len(statements) != 1:
                 raise PunaError(f"give one SQL statement, not {len(statements)}")
             if not _reads(self.connection, statements[0]):
-                raise PunaError("the catalog is read-only: only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these are run")
+                raise PunaError("the catalog is read-only: it runs only SELECT, SHOW, DESCRIBE, SUMMARIZE and EXPLAIN of these")
             text = self._resolve(text)
             self.view(*(self.names if re.match(r"(?i)\s*show\b", text) else self.names_in(text)))
             self._compare([])
@@ -150,19 +150,19 @@ FORMATS = {".parquet": "format parquet", ".csv": "format csv", ".json": "format 
 def format_of(file: Path) -> str:
     """Return DuckDB's options for writing a file with this suffix. Raise PunaError for an unknown suffix."""
     if file.suffix not in FORMATS:
-        raise PunaError(f"{file}: the ending says the format: {', '.join(FORMATS)}")
+        raise PunaError(f"{file}: the suffix must name the format: {', '.join(FORMATS)}")
     return FORMATS[file.suffix]
 
 
 def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[dict[str, Any]]) -> None:
-    # Through JSON: to take an Arrow table, DuckDB would import pandas first, which costs half a second.
+    # Use JSON: for an Arrow table, DuckDB would first import pandas, which takes half a second.
     shape = json.dumps([{field.name: duck_type(field.type) for field in FACTS[name]}])
     query = f"create table {name} as select unnest(from_json(?::json, {literal(shape)}), recursive := true)"
     connection.execute(query, [json.dumps(rows)])
 
 
 def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
-    """Create the view `name`; raise PunaError if one of its files cannot be read."""
+    """Create the view `name`. Raise PunaError if one of its files cannot be read."""
     try:
         connection.execute(f"create view {name} as {views.query(name)}")
     except duckdb.Error as error:
@@ -179,7 +179,7 @@ def query(store: Store, text: str) -> pa.Table:
 
 
 def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
-    """Return the result of one read-only SQL statement, at most `rows` rows (None: all); columns of one name `n` become `n`, `n_1`, …"""
+    """Return the result of one read-only SQL statement, at most `rows` rows (None: all). Columns of one name `n` become `n`, `n_1`, …"""
     with _named_errors():
         relation = opened.sql(text)
         if relation is not None and rows is not None:
@@ -197,7 +197,7 @@ def rows_of(table: pa.Table) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """Raise an error of DuckDB within the context as a PunaError."""
+    """Raise DuckDB errors inside the `with` block as PunaError."""
     try:
         yield
     except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError
@@ -205,7 +205,7 @@ def _named_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason in DuckDB's message: its first line, or the error at the end of the traceback of an unreadable file."""
+    """Return the reason in DuckDB's message: its first line, or the error at the end of the traceback for an unreadable file."""
     raised: list[str] = re.findall(r"(?m)^[\w.]+: (.+)$", str(error)) if "Traceback (most recent call last)" in str(error) else []
     return raised[-1] if raised else str(error).partition("\n")[0]
 
@@ -227,7 +227,7 @@ EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)?", re.IGNORECASE)
 
 
 def _reads(connection: duckdb.DuckDBPyConnection, statement: duckdb.Statement) -> bool:
-    """True if a statement only reads. EXPLAIN must explain a SELECT, because EXPLAIN ANALYZE runs the statement."""
+    """True if a statement only reads. EXPLAIN must be followed by a SELECT, because EXPLAIN ANALYZE runs the statement."""
     if statement.type == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(EXPLAIN.sub("", statement.query, count=1))
         return len(inner) == 1 and inner[0].type == duckdb.StatementType.SELECT

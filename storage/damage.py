@@ -1,9 +1,8 @@
-"""Detection of damage: artifacts whose bytes changed are reported, moved to `quarantine/`, and never read silently.
+"""Detection of damage: artifacts whose bytes have changed are reported, moved to `quarantine/`, and never read silently.
 
-An artifact is suspect if an input was found damaged after the artifact was made, and its stage did not verify inputs after reading them
-(`inputs_compared`: today's stages do). It is also suspect if an input is suspect, or was suspect and is gone or has other content now.
-Running the stage again, or a person's trust, clears it. Suspects are computed from the manifests and a journal of findings.
-"""
+An artifact is suspect if an input was found damaged after the artifact was made, unless its stage verified its inputs after reading them
+(`inputs_compared`, as current stages do). It is also suspect if an input is suspect, or was suspect and is now gone or has other content.
+Running the stage again, or a user's trust, clears it. Suspects are computed from the manifests and a journal of findings."""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ from puna.storage.manifest import NAME
 JOURNAL = "quarantine/journal.jsonl"
 FIELDS = {"time", "kind", "key", "what"}
 Finding = Literal["damaged", "suspect", "trusted"]
-"""`damaged`: bytes were wrong. `suspect`: a suspect artifact was set aside, to be made again. `trusted`: a person trusts the artifact."""
+"""`damaged`: bytes were wrong. `suspect`: a suspect artifact was set aside to be made again. `trusted`: a user trusts the artifact."""
 FRESH_SECONDS = 600.0
-"""Seconds after a checksum's verification in which a process does not repeat it."""
+"""Seconds after a checksum's verification during which a process does not repeat it."""
 _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 """(the store's URI, a file's name) → (the version whose checksum was verified, when)."""
 
 
 def check(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-    """Return `artifact` if a check (of `read`, see `Artifact.damage`) finds no damage. Else raise DamagedArtifact, after moving it and
-    artifacts whose rows it keeps, where damaged, to `quarantine/`, if that can be written. A quick check detects changed or removed files.
+    """Return `artifact` if a check (of `read`, see `Artifact.damage`) finds no damage. Else raise DamagedArtifact, after moving it, and the
+    damaged artifacts whose rows it refers to, to `quarantine/` if that is writable. A quick check detects changed or removed files.
     `whole`: verify all bytes, unless the store's reads do so anyway. Only this detects bit rot, which keeps a file's size and time.
     """
     artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # so that its manifest is read again
@@ -58,7 +57,7 @@ def _with_sources(files: Files, artifact: Artifact) -> list[Artifact]:
 
 
 def quarantine(files: Files, artifact: Artifact, *, own: bool = False) -> str | None:
-    """Move a damaged artifact to `quarantine/`; return its new address, None if it is whole or gone. `own`: ignore damage of sources."""
+    """Move a damaged artifact to `quarantine/`; return its new address, None if it is intact or gone. `own`: ignore damage of sources."""
     with files.lease(artifact.key):
         current = Artifact(artifact.kind, artifact.key, files)
         lost = files.stat(f"{current.place}/{NAME}") is None
@@ -79,10 +78,10 @@ def set_aside(files: Files, kind: str, key: str, *, damaged: bool = True) -> str
 
 @dataclass(frozen=True, eq=False)
 class ComparedFiles(LocalFiles):
-    """A local store for readers that commit nothing: a table's file is read only after its checksum is verified."""
+    """A local store for readers that commit nothing: a table file is read only after its checksum has been verified."""
 
     def __eq__(self, other: object) -> bool:
-        """True for a local store with the same root, with or without comparison."""
+        """True for a local store with the same root, whether or not it verifies checksums."""
         return isinstance(other, LocalFiles) and self.root == other.root
 
     __hash__ = LocalFiles.__hash__
@@ -98,7 +97,8 @@ def reading(files: Files) -> Files:
 
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
-    """Verify present files' checksums, unless done lately; return the bytes skipped because of `most`. If one is wrong, run `check`."""
+    """Verify checksums of existing files, unless done recently; return the bytes skipped because of `most`. If one is wrong, run
+    `check`."""
     todo, beyond = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)
@@ -120,7 +120,7 @@ def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
 
 
 def _whole(files: Files, name: str) -> bool:
-    """True if an artifact's file has the manifest's checksum; False if it differs or the file or manifest cannot be read."""
+    """True if an artifact's file has the checksum in the manifest; False if it differs, or the file or the manifest cannot be read."""
     _, kind, _, key, inside = name.split("/", 4)
     try:
         expected = Artifact(kind, key, files).manifest.files[inside].sha256
@@ -137,7 +137,7 @@ def note(files: Files, kind: str, key: str, what: Finding) -> None:
 
 
 def suspects(files: Files) -> dict[str, str]:
-    """Return key → reason, a clause for people, for all suspect artifacts."""
+    """Return key → reason, a readable clause, for all suspect artifacts."""
     findings, _ = index.journal(files, JOURNAL, FIELDS)
     if not findings:
         return {}

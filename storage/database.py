@@ -1,8 +1,7 @@
 """The file `puna.duckdb` of a store, with views of all artifacts for any DuckDB client that opens it read-only.
 
-The file has views and small tables, but no rows of artifacts. If artifacts, aliases or runs have changed, `write` replaces the file:
-readers never wait, and keep their open file. The views use the store's address; `set variable store = '/elsewhere/'` replaces this address.
-"""
+The file has views and small tables, but no rows of artifacts. If artifacts, aliases or runs have changed, `write` replaces the file, so
+readers never wait, and keep their open file. The views use the store's address; `set variable store = '/elsewhere/'` overrides it."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
 VERSION = 6
-"""Version of the views; raise it with every change of the views, so that older files are written again."""
+"""Version of the views; increase it with every change, so that older files are rewritten."""
 
 
 def write(store: Store) -> bool:
-    """Bring `puna.duckdb` up to date; return False if it already is. After a PunaError the file is as it was."""
+    """Bring `puna.duckdb` up to date; return False if it already is. A PunaError leaves the file unchanged."""
     store = store.within(DEFAULT)  # one file for all projects, with aliases as the default project names them
     scratch = store.files.scratch("work")
     with explain_write_errors(store.uri), store.files.lease(FILE), TemporaryDirectory(prefix="catalog-", dir=scratch) as folder:
@@ -48,7 +47,7 @@ def write(store: Store) -> bool:
                 _tell(connection, store, [], RUNS, now)
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
-        # A client that opens a database for writing locks out all others, so nobody may write, except root.
+        # A client that opens a database for writing locks out all others, so the file is read-only for everyone except root.
         file.chmod(0o444)
         store.files.remove(f"{FILE}.wal")
         store.files.put(FILE, file)
@@ -66,7 +65,7 @@ def _state(store: Store) -> tuple[str, str]:
 
 
 def _before(store: Store, copy: Path) -> tuple[str, str] | None:
-    """Copy the present file to `copy`, which no client locks, and return the digests in it; None if it cannot be read."""
+    """Copy the current file to `copy`, which no client locks, and return the digests in it; None if it cannot be read."""
     try:
         copy.write_bytes(store.files.read(FILE))
         with connect(str(copy), read_only=True) as connection:
@@ -83,7 +82,7 @@ def _build(store: Store, file: Path, state: tuple[str, str]) -> None:
         connection.execute("use puna")
         connection.execute(f"create schema {NEWEST}")
         _tell(connection, store, entries, FACTS, state)
-        # This process creates views with the paths that it reads itself; clients of an object store use the store's address.
+        # This process creates views with the local paths that it reads; clients of an object store use the store's address.
         address = literal(pattern(store.uri.rstrip("/") + "/"))
         connection.execute(f"set variable store = {literal(pattern(place))}")
         views = Views(store, entries, f"coalesce(getvariable('store'), {address})")

@@ -1,7 +1,6 @@
 """Digests of configuration, of files and of the logical content of tables.
 
-A data digest hashes values, not Parquet bytes: a Parquet footer names the writer's version.
-"""
+A data digest hashes values, not Parquet bytes, since a Parquet footer names the writer's version."""
 
 from __future__ import annotations
 
@@ -57,14 +56,14 @@ def of_file(path: Path) -> str:
 
 
 def of_stored(files: Files, name: str) -> str:
-    """Return the sha256 of a file of a store, 64 hex digits; empty if the store itself finds it damaged."""
+    """Return the sha256 of a file in a store, 64 hex digits; empty if the store itself finds it damaged."""
     with contextlib.suppress(DamagedFile), files.open(name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # each store's files have `readinto`
     return ""
 
 
 class Rolling:
-    """A running sha256 of a table's column names, types and values in row order. It does not depend on batches, compression and writer."""
+    """A running sha256 of a table's column names, types and values in row order. It is independent of batches, compression and writer."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._schema = schema

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 
 class PunaError(Exception):
-    """An error in the input or the store. The message names the file, row or field, and says what to do."""
+    """An error in the input or the store. Its message names the file, row or field, and says what to do."""
 
 
 class DamagedArtifact(PunaError):
@@ -19,13 +19,13 @@ class DamagedArtifact(PunaError):
         where = f" It was moved to {', '.join(aside)}." if aside else ""
         return cls(
             f"artifact {name} is damaged: {'; '.join(damage)}.{where} "
-            "Run again: the stage that made it makes it anew. What was imported must be imported again; `puna verify` checks the rest"
+            "Run again: the stage that made it will make it again. Imported artifacts must be imported again; `puna verify` checks the rest"
         )
 
 
 @contextlib.contextmanager
 def errors_at(where: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise an error of these classes within the context as a PunaError that begins with `where`, if given."""
+    """Raise errors of these classes inside the `with` block as a PunaError that begins with `where`, if given."""
     try:
         yield
     except kinds as error:

@@ -1,9 +1,8 @@
 """The exchange (shuffle): regrouping of jobs' rows by a key.
 
-A job writes files in which a partition's rows are one run: an Arrow stream with its checksum. A partition is read by fetching
-the partition's run from every file. A key's leading bits (or an int32 key itself) select the partition, so one of ids is a range of ids.
-Above `LEVEL` partitions, runs would be short and many: a first level writes runs of several partitions, a second level splits these runs.
-"""
+A job writes files in which a partition's rows are contiguous, as a run: an Arrow stream with its checksum. A partition is read by fetching
+its run from every file. A key's leading bits (or an int32 key itself) select the partition, so a partition by id is a range of ids. Above
+`LEVEL` partitions, runs would be short and many: a first level writes runs of several partitions, a second level splits them."""
 
 from __future__ import annotations
 
@@ -32,18 +31,18 @@ MAP_BYTES = 96 << 20
 PIECE_BYTES = 2 << 20
 """Average uncompressed bytes per run at which a job compresses the rows that it holds."""
 HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
-"""Uncompressed bytes that a job holds at most, unless pieces would average less than `LEAST_PIECE`. Compressing copies the bytes twice."""
+"""Maximum uncompressed bytes that a job holds, unless pieces would average less than `LEAST_PIECE`. Compression copies the bytes twice."""
 PARTITION_BYTES = 48 << 20
 LEVEL = 2048
-"""Maximum number of partitions of one level: a run in a job's file then has about 48 kB."""
+"""Maximum number of partitions per level, so that a run in a job's file has about 48 kB."""
 MOST_PARTITIONS = 1 << 20
 READS = 3
-"""Maximum number of reads of a run while its checksum is wrong: a bit may be flipped in transit from an object store."""
+"""Maximum number of reads of a run with a wrong checksum, since a bit may be flipped in transit from an object store."""
 LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 
 def partitions(raw: int) -> int:
-    """Return the number of partitions, a power of two up to `MOST_PARTITIONS`, for about `raw` uncompressed bytes. One fits into memory."""
+    """Return the number of partitions, a power of two up to `MOST_PARTITIONS`, for about `raw` uncompressed bytes. Each fits in memory."""
     return min(MOST_PARTITIONS, 1 << max(0, (-(-raw // PARTITION_BYTES) - 1).bit_length()))
 
 
@@ -57,7 +56,7 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The rows of one partition: begin and end of its run in every file. These are arrays, as terabytes have tens of millions of runs."""
+    """The rows of one partition: begin and end of its run in every file. They are arrays, since terabytes have tens of millions of runs."""
 
     files: Files
     schema: pa.Schema
@@ -78,14 +77,14 @@ class Partition:
         return [(self.names[n], int(self.begins[n]), int(self.ends[n])) for n in own]
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield the rows of the partition's runs, in the order of jobs. Raise PunaError if a run is damaged."""
+        """Yield the rows of the partition's runs, in job order. Raise PunaError if a run is damaged."""
         for name, begin, end in self.runs:
             for _ in range(READS):
                 data = self.files.read(name, begin, end)
                 if _right(data):
                     break
             else:
-                raise PunaError(f"{name}: what was written of partition {self.number} is damaged; run again to write it again")
+                raise PunaError(f"{name}: the stored data of partition {self.number} is damaged; run again to write it again")
             yield ipc.open_stream(pa.py_buffer(data)[4:]).read_all()
 
     def read(self) -> pa.Table:
@@ -94,7 +93,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows regrouped by the column `by` into `count` partitions. `infos`: the jobs' extra results beside rows, in order."""
+    """Rows regrouped by the column `by` into `count` partitions. `infos`: the extra results that jobs returned, in order."""
 
     parts: tuple[Partition, ...]
     schema: pa.Schema
@@ -105,11 +104,11 @@ class Exchange:
 
     @property
     def nonempty_parts(self) -> list[Partition]:
-        """Return the partitions that have rows. If none has, but jobs ran, return the first, so that derived tables have their columns."""
+        """Return the partitions that have rows. If none has but jobs ran, return the first, so that derived tables have their columns."""
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
-        """Return the exchange with only the partitions that may have ids from `low` to below `high` (None: any), if `id` is the key."""
+        """Return the exchange with only the partitions that may have ids from `low` to below `high` (None: all), if `id` is the key."""
         edges, base = bounds(self.count), self.parts[0].number if self.parts else 0
         first = bisect.bisect_right(edges, low) - base
         last = (self.count if high is None else bisect.bisect_left(edges, high)) - base
@@ -117,7 +116,7 @@ class Exchange:
         return Exchange(near, self.schema, self.count, self.by)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Yield the rows with ids from `low` to below `high` (None: any) in order, if `id` is the key; the last table may have no rows."""
+        """Yield the rows with ids from `low` to below `high` (None: all) in order, if `id` is the key; the last table may have no rows."""
         for part in self.parts:
             rows = in_range(part.read(), low, high).sort_by("id")
             if rows.num_rows or part is self.parts[-1]:
@@ -127,8 +126,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scatter:
-    """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32). `runs`: number
-    of the first partition of each run of the job's files."""
+    """How a job's rows are partitioned: by the leading bits of the column `by` (uint64 or an id), or by its value (int32). `runs`: number
+    of the first partition in each run of the job's files."""
 
     staging: Staging
     job: str
@@ -148,7 +147,7 @@ class Scattered:
 
 
 def scatter(how: Scatter, tables: pa.Table | Iterable[pa.Table], info: Callable[[], Any]) -> Scattered:
-    """Write a job's rows by partition and the job's record; return the result. `info` is called after the rows, for the extra result."""
+    """Write a job's rows by partition and the job's record; return the result. `info` is called after all rows, for the extra result."""
     files: list[tuple[str, Offsets]] = []
     rows, schema = 0, None
     runs = _Runs(how)
@@ -230,12 +229,12 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
     if pa.types.is_uint64(column.type):
         return (values >> np.uint64(64 - (count.bit_length() - 1))).astype(np.int64) if count > 1 else np.zeros(len(values), np.int64)
     if len(values) and not 0 <= values.min() <= values.max() < count:
-        raise PunaError(f"rows of an exchange name partitions {values.min()} to {values.max()}; there are 0 to {count - 1}")
+        raise PunaError(f"rows of an exchange name partitions {values.min()} to {values.max()}, outside 0 to {count - 1}")
     return values
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's result from an earlier attempt with as many runs, or None. Raise `Damaged` if one of its files is damaged."""
+    """Return the job's result from an earlier attempt with equally many runs, or None. Raise `Damaged` if one of its files is damaged."""
     if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
@@ -258,10 +257,10 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return the exchange of all jobs' results; its parts are partitions or, at the first level, groups. Columns must be equal."""
+    """Return the exchange of all jobs' results. Its parts are partitions or, at the first level, groups. Columns must be equal."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
-        raise PunaError("the jobs of an exchange made tables of different columns")
+        raise PunaError("the jobs of an exchange returned tables with different columns")
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(schemas[0]))) if schemas else pa.schema([])
     names_and_ends = [file for one in results for file in one.files]
     names = tuple(name for name, _ in names_and_ends)

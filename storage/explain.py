@@ -15,7 +15,7 @@ from puna.storage.work import Identity
 
 @dataclass(frozen=True)
 class Change:
-    """One difference: what differs (`config`, `code`, `input` or the `artifact` itself), the field's name, its values before and now."""
+    """One difference: what differs (`config`, `code`, `input` or the `artifact` itself), the field's name, and its old and new values."""
 
     what: str
     name: str
@@ -42,8 +42,8 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """Return the differences from the nearest earlier artifact of the step (fewest differences, then newest); None if there is none.
-    If this key was made before, return one change that says so. Artifacts that share no input name (other imports) do not count."""
+    """Return the differences from the nearest earlier artifact of the step (fewest differences, then newest); None if there is none. If
+    this key was made before, return one change that says so. Artifacts that share no input name, such as other imports, are ignored."""
     keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
@@ -75,7 +75,7 @@ def _steps(store: Store) -> dict[str, set[str]]:
 
 
 def _nearest(earlier: Iterable[Artifact], now: Manifest | Identity) -> tuple[Artifact, list[Change]] | None:
-    """Return the artifact with the fewest differences (on a tie, the newest), and the differences. `earlier`: artifacts, oldest first."""
+    """Return the artifact with the fewest differences (the newest on a tie), and the differences. `earlier`: artifacts, oldest first."""
     about = [(artifact, changes(artifact.manifest, now)) for artifact in earlier]
     return min(reversed(about), key=lambda one: len(one[1])) if about else None
 
@@ -89,7 +89,7 @@ def _without_moved(before: dict[str, str], now: dict[str, str]) -> tuple[dict[st
 
 
 def _bare(name: str) -> str:
-    """Return a symbol's or a file's name without its module or folder."""
+    """Return the name of a symbol or file without its module or folder."""
     return name.partition(":")[2].rpartition("/")[2] if ":" in name else name.rpartition(".")[2]
 
 

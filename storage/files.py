@@ -1,7 +1,6 @@
-"""Interface `Files` to a store's files, on a disk or an object store: all of `storage` accesses files through this interface.
+"""The interface `Files` to a store's files, on a disk or an object store. All of `storage` accesses files through it.
 
-Names are relative, with `/`. Committed files never change. Aliases change by compare-and-swap, as do an object store's leases and logs.
-"""
+Names are relative, with `/`. Committed files never change. Aliases change by compare-and-swap, as do leases and logs on an object store."""
 
 from __future__ import annotations
 
@@ -57,14 +56,14 @@ class Files(Protocol):
         """Return a file as a seekable object for reading."""
 
     def table(self, name: str) -> BinaryIO:
-        """Return a Parquet file of an artifact, opened for reading; `damage.ComparedFiles` first verifies the file's checksum."""
+        """Return a Parquet file of an artifact, opened for reading. `damage.ComparedFiles` first verifies its checksum."""
         return self.open(name)
 
     def stat(self, name: str) -> Stat | None:
         """Return a file's `Stat`, or None if it does not exist."""
 
     def stats(self, folder: str) -> dict[str, Stat]:
-        """Return name relative to the folder → `Stat` for all files below a folder."""
+        """Return name (relative to the folder) → `Stat` for all files below a folder."""
 
     def list(self, folder: str) -> Iterator[str]:
         """Return the names of the files below a folder, in order."""
@@ -73,23 +72,23 @@ class Files(Protocol):
         """Return the names of the folders in a folder, in order."""
 
     def versions(self, folder: str, depth: int, name: str) -> dict[str, str]:
-        """Return relative folder → version of its file `name`, for all folders `depth` levels below `folder` that have this file."""
+        """Return relative folder → version of its file `name`, for all folders `depth` levels below `folder` that have such a file."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file if there is none, completely or not at all; return False if there is one."""
+        """Write a small file, completely or not at all, unless it exists; return False if it exists."""
         return self.swap(name, data, None)
 
     def swap(self, name: str, data: bytes, version: str | None) -> bool:
-        """Write a small file and return True if the present file has this version (None: does not exist); otherwise return False."""
+        """Write a small file and return True if the existing file has this version (None: does not exist); otherwise return False."""
 
     def write(self, name: str, data: bytes, *, lasting: bool = True) -> None:
-        """Write a small file atomically, replacing any old one; if `lasting`, it also survives a loss of power."""
+        """Write a small file atomically, replacing any old one. If `lasting`, it survives a power failure."""
 
     def append(self, name: str, line: bytes) -> None:
         """Add one line to a log. A line truncated by a crash does not damage other lines."""
 
     def put(self, name: str, file: Path) -> None:
-        """Move a local file to `name`, replacing any old one. Its bytes survive a loss of power if it was synced before."""
+        """Move a local file to `name`, replacing any old one. Its bytes survive a power failure if it was synced before."""
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with its content, if it exists. A half-removed folder is not an artifact."""
@@ -99,22 +98,22 @@ class Files(Protocol):
 
     def publish(self, folder: str, content: Mapping[str, str], last: tuple[str, bytes], staging: str) -> bool:
         """Create a folder from stored files, `content`: name in the folder → file to move or copy; `last` is written after all others.
-        Return False, and leave the folder as it is, if it already has the `last` file. `staging`: a folder for temporary use."""
+        Return False, and leave the folder unchanged, if it already has the `last` file. `staging`: a folder for temporary use."""
 
     def lease(self, name: str, *, wait: bool = True) -> AbstractContextManager[bool]:
-        """Hold a name exclusively, as a lock between processes; without `wait`, yield False if another process holds it."""
+        """Hold a name exclusively, as a lock between processes. Without `wait`, yield False if another process holds it."""
 
     def is_held(self, name: str) -> bool:
         """True if a process holds a name."""
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """Set up the connection to read the store's files; return the prefix of the files' names in SQL."""
+        """Set up the connection to read the store's files; return the prefix of their names in SQL."""
 
     def local(self, name: str) -> Path:
-        """Return a local path of a file or folder: its own, or the path of a copy in a bounded cache."""
+        """Return a local path of a file or folder: its own, or that of a copy in a bounded cache."""
 
     def scratch(self, name: str) -> Path:
-        """Return a local folder for work in progress that survives a crash, made if missing."""
+        """Return a local folder for work in progress that survives a crash; create it if missing."""
 
     def free(self) -> int | None:
         """Return the number of free bytes; None if storage is unbounded."""
@@ -207,7 +206,7 @@ class LocalFiles(Files):
     def remove(self, name: str) -> None:
         path = self.root / name
         if path.is_dir() and not path.is_symlink():
-            # First move the folder away in one step: a half-removed artifact must neither look whole nor block its key.
+            # First move the folder away in one step, so that a half-removed artifact neither looks intact nor blocks its key.
             doomed = self.root / "quarantine" / f"removed-{path.name[:12]}-{uuid.uuid4().hex}"
             doomed.parent.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # another process, such as `gc`, removes the folder, too
@@ -253,7 +252,7 @@ class LocalFiles(Files):
                 except BlockingIOError:
                     yield False
                     return
-                # `gc` removes old lock files; a lock on a file that was removed meanwhile excludes nobody.
+                # `gc` removes old lock files, and a lock on a file that was removed meanwhile excludes nobody.
                 if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
                     yield True
                     return
@@ -288,8 +287,8 @@ def _stat(stat: os.stat_result) -> Stat:
 
 
 def write_bytes(file: Path, data: bytes, *, lasting: bool = True) -> None:
-    """Write a small file atomically; if `lasting`, it also survives a loss of power."""
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:16]}")  # threads may write one file at once
+    """Write a small file atomically. If `lasting`, it survives a power failure."""
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex[:16]}")  # several threads may write one file
     with temporary.open("wb") as out:
         out.write(data)
         if lasting:
@@ -301,7 +300,7 @@ def write_bytes(file: Path, data: bytes, *, lasting: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a loss of power."""
+    """Make a file, or the names in a folder, survive a power failure (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The index: a summary of a store's manifests in one file, so that not all manifests are read every time.
+"""The index: a summary of a store's manifests in one file, so that not all manifests need to be read every time.
 
-A line has its manifest's version and a checksum, and the manifests are always listed: an outdated or damaged index only costs time.
-"""
+Each line has its manifest's version and a checksum, and the manifests are always listed, so an outdated or damaged index only costs
+time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is the artifact's and unchanged."""
+    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is the artifact's, unchanged."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}
@@ -91,7 +91,7 @@ def line(entry: Entry) -> bytes:
 
 
 def parse(line: bytes) -> Entry | None:
-    """Return the entry in a line of a journal, or None if the line is damaged. Journals of aliases once had lines without a checksum."""
+    """Return the entry in a line of a journal, or None if the line is damaged. Old journals of aliases have lines without a checksum."""
     data = line if line.startswith(b"{") else line[9:]
     try:
         entry: Entry = json.loads(data.decode())

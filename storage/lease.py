@@ -1,8 +1,7 @@
 """Leases on an object store: locks between processes on any machines, without comparing clocks.
 
-A lease is an object that names its holder and changes by compare-and-swap. A waiter takes the lease over if the object did not change
-for two terms of the waiter's own clock; the old holder's next renewal then fails. On the same machine, a dead holder is detected at once.
-"""
+A lease is an object that names its holder and changes by compare-and-swap. A waiter takes over the lease if the object has not changed for
+two terms on the waiter's own clock; the old holder's next renewal then fails. On the same machine, a dead holder is detected at once."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from puna.storage.s3 import S3Files as Place
 
 TERM = 20.0
-"""Seconds of a term: a lease is renewed four times a term, and may be taken over after two terms without a renewal."""
+"""Seconds per term: a lease is renewed four times per term, and may be taken over after two terms without a renewal."""
 FIRST_POLL, POLL = 0.05, 1.0
-"""Seconds between two polls of a lease that another process holds: at first, and at most."""
+"""Seconds between polls of a lease that another process holds: initially, and at most."""
 
 
 class State(NamedTuple):
@@ -38,7 +37,7 @@ class State(NamedTuple):
 
 
 class Held:
-    """A lease that this process holds; a thread renews it."""
+    """A lease that this process holds, and that a thread renews."""
 
     def __init__(self, place: Place, name: str, version: str, term: float, since: float) -> None:
         self._place, self._name, self._version, self._term = place, name, version, term
@@ -51,7 +50,7 @@ class Held:
 
     @property
     def is_lost(self) -> bool:
-        """True if another process may hold the lease, because this process did not renew the lease in time."""
+        """True if another process may hold the lease, because this process did not renew it in time."""
         return self._taken or _now() - self._renewed > 1.5 * self._term
 
     def _renew(self) -> None:
@@ -59,7 +58,7 @@ class Held:
             since = _now()
             try:
                 version = self._place.swap_version(self._name, _content(self._owner), self._version)
-            except PunaError:  # the store does not answer; if that lasts, `is_lost` reports it
+            except PunaError:  # the store does not respond; if that lasts, `is_lost` reports it
                 continue
             if version is None:
                 self._taken = True
@@ -70,7 +69,7 @@ class Held:
         self._ended.set()
         self._thread.join()
         if not self._taken:
-            # If the store does not answer, others take the lease over after two terms.
+            # If the store does not respond, others take over the lease after two terms.
             with contextlib.suppress(PunaError):
                 self._place.swap_version(self._name, _content(""), self._version)
 
@@ -78,12 +77,12 @@ class Held:
 _held: dict[tuple[Place, str], Held] = {}
 """The leases of this process."""
 _threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading.Lock)
-"""Locks: only one thread of this process at a time holds a name or asks for it."""
+"""Locks that allow only one thread of this process at a time to hold a name or ask for it."""
 
 
 @contextlib.contextmanager
 def lease(place: Place, name: str, term: float, *, wait: bool) -> Iterator[bool]:
-    """Hold a name and yield True; without `wait`, yield False, after at most two terms, if another process or thread holds the name."""
+    """Hold a name and yield True. Without `wait`, yield False, after at most two terms, if another process or thread holds it."""
     mine = None
     with contextlib.ExitStack() as stack:
         if _threads[place, name].acquire(blocking=wait):
@@ -103,7 +102,7 @@ def check(place: Place, name: str) -> None:
     """Raise PunaError if this process holds the name but may have lost it."""
     mine = _held.get((place, name))
     if mine is not None and mine.is_lost:
-        raise PunaError(f"{name}: this process stood still for so long that another one may have gone on with its work; run again")
+        raise PunaError(f"{name}: this process was suspended for so long that another one may have continued its work; run again")
 
 
 def is_held(place: Place, name: str, term: float) -> bool:
@@ -127,7 +126,7 @@ def _takeable(place: Place, name: str, term: float) -> State | None:
     while first.owner:
         machine, pid, ticks = first.owner.rsplit("/", 2)
         if machine == _machine():
-            # This process never asks for a lease that it holds: if it is the owner, an earlier release got no answer.
+            # This process never asks for a lease that it holds, so if it is the owner, an earlier release got no response.
             return first if first.owner == _myself() or _start_ticks(int(pid)) != ticks else None
         if _now() - start > 2 * term:
             return first
@@ -153,18 +152,18 @@ def _state(place: Place, name: str) -> State:
 
 
 def _content(owner: str) -> bytes:
-    # Equal bytes have equal versions; the nonce makes each write different.
+    # Equal bytes have equal versions, so a nonce makes each write different.
     return json.dumps({"owner": owner, "nonce": uuid.uuid4().hex}).encode()
 
 
 def _now() -> float:
-    """Return the seconds of a clock that also counts while the machine sleeps, if there is one."""
+    """Return the seconds of a clock that also runs while the machine sleeps, if there is one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """Return a name for this boot and process-id namespace; a random name if these are unknown."""
+    """Return a name for this boot and process-id namespace, or a random name if these are unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:

@@ -18,7 +18,7 @@ from puna.storage.work import INPUTS, drop, scan_holdings
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of verifying one artifact: its damage (empty if whole), and why it is suspect (empty if not)."""
+    """The result of verifying one artifact: its damage (empty if intact), and why it is suspect (empty if it is not)."""
 
     artifact: Artifact
     damage: list[str]
@@ -26,7 +26,7 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
-    """Return a finding per artifact (None: all, also without manifest). Record own damage and, if `trust`, trust in whole suspects."""
+    """Return a finding per artifact (None: all, even without manifest). Record own damage and, if `trust`, trust in intact suspects."""
     findings = [(artifact, artifact.damage()) for artifact in (store.committed_artifacts() if artifacts is None else artifacts)]
     for artifact, damage in findings:
         if damage and artifact.damage(own=True):
@@ -35,7 +35,7 @@ def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: 
             note(store.files, artifact.kind, artifact.key, "trusted")
     for place in store.unfinished_folders() if artifacts is None else ():
         kind, _, key = place.split("/")[1:]
-        findings.append((Artifact(kind, key, store.files), ["its manifest is gone; the next run makes it again"]))
+        findings.append((Artifact(kind, key, store.files), ["its manifest is missing; the next run makes it again"]))
     suspects = store.suspects()
     return [Finding(artifact, damage, suspects.get(artifact.key, "")) for artifact, damage in findings]
 
@@ -50,11 +50,11 @@ class Garbage:
 
 
 def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> list[Garbage]:
-    """Return unneeded artifacts, abandoned work and quarantined folders. `remove`: remove them and old locks, and return the removed.
+    """Return unneeded artifacts, abandoned work and quarantined folders. `remove`: remove them and old locks, and return what was removed.
 
     An artifact is needed if something refers to it or to one of its descendants: an alias, a live run or process, one of the last
     `keep_runs` runs with artifacts, an accepted equivalence, or unfinished work. Keys that only `store` itself holds are not protected.
-    Work stays while a process holds it, and for `work_days` days after anything in it was last written.
+    Work is kept while a process holds it, and for `work_days` days after the last write to it.
     """
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")

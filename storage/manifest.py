@@ -1,4 +1,4 @@
-"""The manifest: the description of an artifact, written last; an artifact exists when its manifest does."""
+"""The manifest: the description of an artifact. It is written last, and an artifact exists if its manifest does."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from puna.storage.shards import FileRecord, Shard
 FORMAT = 2
 NAME = "manifest.json"
 SMALL = 1 << 20
-"""Maximum bytes of a manifest that a process caches."""
+"""Maximum size in bytes of manifests that a process caches."""
 IMPORT = "import"
-"""Name of the stage in manifests of imported tables, which no stage made."""
+"""Stage name in manifests of imported tables, which no stage made."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class Source:
-    """An artifact whose rows a table keeps by reference, and the digest of the artifact's main table."""
+    """An artifact whose rows a table keeps by reference, and the digest of that artifact's main table."""
 
     kind: str
     key: str
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """One stored table: its shards in key order, and its `sources`. `cut`: number of shards with fixed bounds of ids; 0: other bounds."""
+    """One stored table: its shards in key order, and its `sources`. `cut`: number of shards with fixed id bounds; 0: other bounds."""
 
     rows: int
     digest: str
@@ -64,10 +64,10 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything known about an artifact; `metrics`, timings and versions are not part of its identity.
+    """All that is recorded about an artifact. `metrics`, timings and versions are not part of its identity.
 
-    `inputs_compared`: the checksums of all files that the stage declares to read were verified after the stage read them. `timings`: wall
-    and CPU seconds of the stage and its workers. `peak_memory_bytes`: largest sampled resident memory of the stage and workers together.
+    `inputs_compared`: the checksums of all files that the stage declares to read were verified after it read them. `timings`: wall and CPU
+    seconds of the stage and its workers. `peak_memory_bytes`: largest sampled resident memory of the stage and its workers together.
     `libraries`: versions. `project`: the run's project, empty for the default project. `checksum`: a checksum of all other fields.
     """
 
@@ -105,18 +105,18 @@ class Manifest:
         return [source for table in self.tables.values() for source in table.sources]
 
     def contradictions(self) -> list[str]:
-        """Return a clause for each inconsistency in the manifest, which is a sign of edits by hand; empty if there is none."""
+        """Return a clause for each inconsistency in the manifest, which indicates manual edits; [] if there is none."""
         sentences = []
         if self.data_digest != content_digest(self.tables, self.files):
-            sentences.append("data_digest is not that of its tables and files")
+            sentences.append("data_digest does not match its tables and files")
         for name, table in self.tables.items():
             if table.digest != table_digest(table.columns, table.shards) or table.rows != sum(s.rows for s in table.shards):
-                sentences.append(f"the table {name} is not that of its shards")
+                sentences.append(f"the table {name} does not match its shards")
         if self.code and self.code_version != code_version(self.code):
-            sentences.append("code_version is not that of its code")
-        # An import's key depends on the order in which its rows came, which is not kept.
+            sentences.append("code_version does not match its code")
+        # An import's key depends on the order in which its rows came, which is not recorded.
         if self.stage != IMPORT and self.key != key_of(self.stage, self.code_version, self.config, self.inputs):
-            sentences.append("key is not that of its stage, code, config and inputs")
+            sentences.append("key does not match its stage, code, config and inputs")
         return sentences
 
     @classmethod
@@ -140,7 +140,7 @@ def _parse(data: bytes) -> Manifest:
     if unknown := set(manifest.tables) - set(TABLES):
         raise ValueError(f"unknown tables {sorted(unknown)}")
     if manifest.checksum != _checksum(value):
-        raise ValueError("; ".join(["it was changed: checksum is not that of the manifest", *manifest.contradictions()]))
+        raise ValueError("; ".join(["it was changed: its checksum does not match", *manifest.contradictions()]))
     return manifest
 
 
@@ -157,11 +157,11 @@ def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[I
 
 
 MEANING = "meaning"
-"""The name, among a stage's code symbols, of a single hash of all the stage's code without module names."""
+"""The name, among a stage's code symbols, of the single hash of all its code without module names."""
 
 
 def code_version(symbols: dict[str, str]) -> str:
-    """Return one hash of a stage's code, given as name → hash; 64 hex digits. If `MEANING` is given, skip names with `.` or `:`."""
+    """Return one hash of a stage's code, given as name → hash; 64 hex digits. If `MEANING` is given, ignore names with `.` or `:`."""
     relevant = {name: value for name, value in symbols.items() if MEANING not in symbols or ("." not in name and ":" not in name)}
     return digest.of_value({"format": FORMAT, "symbols": relevant})
 
@@ -172,7 +172,7 @@ def table_digest(columns: dict[str, str], shards: list[Shard]) -> str:
 
 
 def content_digest(tables: dict[str, TableRecord], files: dict[str, FileRecord]) -> str:
-    """Return the data digest: sha256 over the content of the tables with `identity` and the bytes of files that belong to no table."""
+    """Return the data digest: sha256 over the content of the tables with `identity`, and over the bytes of files outside tables."""
     others = {n: r.sha256 for n, r in files.items() if not any(n in t.files for t in tables.values())}
     return digest.of_value({"tables": {n: r.digest for n, r in tables.items() if table_schema(n).identity}, "files": others})
 

@@ -36,7 +36,7 @@ class Stored:
 
     @property
     def version(self) -> str:
-        """Return the file's cache key: the checksum in a store that verifies reads, else the version, which changes if it is made again."""
+        """Return the file's cache key: the checksum if the store verifies reads, else the version, which changes with a new file."""
         stat = None if self.files.checks_reads else self.files.stat(self.name)
         return self.sha256 if stat is None else stat.version
 
@@ -63,7 +63,8 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if it has more rows."""
+        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if more of it is
+        unread."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
@@ -72,7 +73,7 @@ class Stored:
         tables = [(groups[:1], cached[1])] if cached is not None and cached[0] == groups[0] else []
         rest = groups[len(tables) :]
         goes_on = bool(rows[-1] + 1 < ends[groups[-1]])
-        # A last group that is cached is read separately, so that the cache does not hold the memory of other groups.
+        # If the last group will be cached, read it separately, so that the cache does not hold the memory of other groups.
         for some in (rest[:-1], rest[-1:]) if goes_on else (rest,):
             if some:
                 tables.append((some, self.read(some, columns)))
@@ -99,7 +100,7 @@ class Stored:
 _GUARD = threading.Lock()
 MOST_BEGUN = 4
 _BEGUN: dict[tuple[Stored, str, tuple[str, ...] | None], tuple[int, pa.Table]] = {}
-"""(File, version, columns) → number and rows of a row group that was not read to its end, for the last `MOST_BEGUN` reads: rows kept by
+"""(file, version, columns) → number and rows of a row group that was not read to its end, for the last `MOST_BEGUN` reads: rows kept by
 reference are read in pieces that end within groups."""
 
 
@@ -158,7 +159,7 @@ class ShardRows:
         return collect(source, row, take)
 
     def by_group(self, rows: Ints) -> Iterator[Ints]:
-        """Yield the row numbers `rows`, split by the file and row group that have the rows, because `take` reads whole groups."""
+        """Yield the row numbers `rows`, split by the file and row group that contain them, because `take` reads whole groups."""
         source, row = self.place(0, self.rows)
         for number in np.unique(source[rows]).tolist():
             file, here = self.stored[number], rows[source[rows] == number]
@@ -167,8 +168,8 @@ class ShardRows:
             yield from (here[group == one] for one in np.unique(group))
 
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of at most `rows` rows, cut between row groups if possible; None: pieces of one group. If rows are
-        kept by reference, the default is the size of the largest group."""
+        """Yield (start, stop) of pieces of at most `rows` rows, cut between row groups if possible; None: pieces of one group or, if rows
+        are kept by reference, of the size of the largest group."""
         own = self.stored[0]
         if self.order is None and own is not None:
             edges = [0, *accumulate(own.groups)]
@@ -180,7 +181,7 @@ class ShardRows:
             rows = rows or max((size for file in self.stored if file is not None for size in file.groups), default=1)
         at = 0
         while at < self.rows:
-            # As many whole groups as fit, or a piece of a group that does not fit.
+            # Take as many whole groups as fit, or a piece of a group that does not fit.
             place = bisect.bisect_right(edges, at + rows) - 1
             stop = edges[place] if edges[place] > at else min(at + rows, self.rows)
             yield at, stop
@@ -188,7 +189,7 @@ class ShardRows:
 
 
 def collect(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> pa.Table:
-    """Return the rows (source[i], row[i]), at least one, in the order of i; take(number, rows) reads rows of the source `number`."""
+    """Return the rows (source[i], row[i]), at least one, in the order of i. `take(number, rows)` reads rows of the source `number`."""
     numbers = np.unique(source).tolist()
     places = [np.flatnonzero(source == number) for number in numbers]
     pieces = [take(number, row[here]) for number, here in zip(numbers, places, strict=True)]
@@ -197,7 +198,7 @@ def collect(source: Ints, row: Ints, take: Callable[[int, Ints], pa.Table]) -> p
 
 @dataclass(frozen=True)
 class Part:
-    """A small, picklable range of rows of one stored table, which a worker reads itself. `start`: its first row's index in the table."""
+    """A small, picklable reference to a range of rows of a stored table, which a worker reads itself. `start`: index of its first row."""
 
     shard: ShardRows
     first: int
@@ -210,7 +211,7 @@ class Part:
         return self.start + self.rows
 
     def read(self) -> pa.Table:
-        """Return the rows as a table; read only the row groups that have them."""
+        """Return the rows as a table. Only the row groups that contain them are read."""
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
     def split(self) -> Iterator[Part]:
@@ -224,19 +225,19 @@ class Part:
 
 
 def near(shards: Iterable[ShardRows], low: str, high: str | None) -> list[ShardRows]:
-    """Return the shards that may have rows whose key is at least `low` and below `high` (None: any)."""
+    """Return the shards that may have rows whose key is at least `low` and below `high` (None: no bound)."""
     return [s for s in shards if s.rows and s.high[0] >= low and (high is None or s.low[0] < high)]
 
 
 def in_range(table: pa.Table, low: str, high: str | None, key: str = "id") -> pa.Table:
-    """Return the rows whose key is at least `low` and below `high` (None: any)."""
+    """Return the rows whose key is at least `low` and below `high` (None: no bound)."""
     own = pc.greater_equal(table[key], low)
     own = own if high is None else pc.and_(own, pc.less(table[key], high))
     return table if pc.all(own, min_count=0).as_py() else table.filter(own)
 
 
 def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Sequence[str] | None, key: str = "id") -> Iterator[pa.Table]:
-    """Yield the rows whose key is at least `low` and below `high` (None: any), in order, piece by piece."""
+    """Yield the rows whose key is at least `low` and below `high` (None: no bound), in order, piece by piece."""
     names = list(columns) if columns is not None else None
     read = names if names is None or key in names else [key, *names]
     for shard in near(shards, low, high):
@@ -250,23 +251,23 @@ def between(shards: Sequence[ShardRows], low: str, high: str | None, columns: Se
 
 @dataclass(frozen=True)
 class Beside:
-    """A second table: with each part of the first table, a worker gets the rows of the same ids. The result of `Artifact.beside`."""
+    """A second table, from `Artifact.beside`. With each part of the first table, a worker gets this table's rows with the same ids."""
 
     shards: tuple[ShardRows, ...]
     schema: pa.Schema
 
     def within(self, low: str, high: str | None) -> Beside:
-        """Return the table with only the shards that may have rows of a range of ids."""
+        """Return the table with only the shards that may have rows in a range of ids."""
         return Beside(tuple(near(self.shards, low, high)), self.schema)
 
     def pieces(self, low: str, high: str | None) -> Iterator[pa.Table]:
-        """Return an iterator over the rows of a range of ids in order; the tables also have the column `id`."""
+        """Return an iterator over the rows in a range of ids, in order; the tables also have the column `id`."""
         names = self.schema.names
         return between(self.shards, low, high, names if "id" in names else ["id", *names])
 
 
 class Stream:
-    """A reader of rows in the order of a key: each call of `below` yields the next rows whose key is below an edge."""
+    """A reader of rows in key order: each call of `below` yields the next rows whose key is below a bound."""
 
     def __init__(self, pieces: Iterator[pa.Table], key: str) -> None:
         self._pieces = pieces
@@ -288,18 +289,18 @@ class Stream:
 
 
 class Follower:
-    """A reader of a table's rows by ascending ranges of ids, in step with another table; each row is returned once."""
+    """A reader of a table's rows by ascending ranges of ids, in step with another table. Each row is returned once."""
 
     def __init__(self, table: Beside | Exchange, low: str, high: str | None) -> None:
         self._rows, self._schema = Stream(table.pieces(low, high), "id"), table.schema
 
     def upto(self, last: str | None) -> pa.Table:
-        """Return the rows that were not returned yet, with ids up to `last` (None: all)."""
+        """Return the rows not yet returned with ids up to `last` (None: all)."""
         pieces = list(self._rows.below(None if last is None else f"{last}\0"))
         return (pa.concat_tables(pieces) if pieces else self._schema.empty_table()).select(self._schema.names)
 
 
 def span(shards: int, number: int) -> tuple[str, str | None]:
-    """Return the lowest ids of shard `number` of `shards`, and of the next shard (None if it is the last)."""
+    """Return the lowest id of shard `number` of `shards`, and that of the next shard (None if it is the last)."""
     edges = bounds(shards)
     return edges[number - 1] if number else "", edges[number] if number + 1 < shards else None

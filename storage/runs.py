@@ -13,7 +13,7 @@ from puna.storage.aliases import DEFAULT
 
 @dataclass(frozen=True)
 class Made:
-    """A step of a run with its artifact, which the run made in `seconds` or `reused`."""
+    """A step of a run with its artifact, which the run either made in `seconds` or `reused`."""
 
     step: str
     stage: str
@@ -46,23 +46,23 @@ def stop_event() -> dict[str, Any]:
     return {"event": "stopped"}
 
 
-CRASHED = "its process ended without a word, as one that is killed or out of memory; the same command goes on from what is finished"
+CRASHED = "its process ended without a message, as if killed or out of memory; the same command continues from finished work"
 """The error of a run whose log has no closing event, and which no process holds."""
 
 
 def remark(text: str) -> dict[str, Any]:
-    """Return the event of a sentence about the outcome of a flow."""
+    """Return the event for a remark about the outcome of a flow."""
     return {"event": "said", "text": text}
 
 
 def line(text: str) -> dict[str, Any]:
-    """Return the event of a line that another process logged."""
+    """Return the event for a line that another process logged."""
     return {"event": "line", "text": text}
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a person, or `crashed` (not at work, no end recorded).
+    """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a user, or `crashed` (not at work, no end recorded).
 
     `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
     `lines`: standard error of all processes except the first.
@@ -80,7 +80,7 @@ class RunLog:
 
     @property
     def project(self) -> str:
-        """Return the project whose aliases the run read and set."""
+        """Return the project whose aliases the run reads and sets."""
         return str(self.about.get("project") or DEFAULT)
 
     @property
@@ -97,7 +97,7 @@ class RunLog:
 
     @classmethod
     def of(cls, name: str, events: Iterable[dict[str, Any]], *, at_work: bool) -> RunLog:
-        """Return the log of a run from its events; skip unknown events. `at_work`: a process holds the run."""
+        """Return the log of a run from its events, skipping unknown events. `at_work`: a process holds the run."""
         names = {one.name for one in fields(Made)}
         last, steps, times, lines = {}, [], [], []
         for event in events:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # the package has these names only for type checkers
     from obstore import ObjectMeta, PutMode
 
 MULTIPART = 16 << 20
-"""Bytes above which a file is uploaded in pieces, and the minimum size of a piece."""
+"""File size in bytes above which uploads are in pieces, and the minimum size of a piece."""
 COPIED = 5 << 30
-"""Maximum bytes of an object that S3 copies in one request."""
+"""Maximum size in bytes of an object that S3 copies in one request."""
 AT_ONCE = 8
 SUMS, NONCE = "puna-sums", "puna-nonce"
 
@@ -40,7 +40,7 @@ SUMS, NONCE = "puna-sums", "puna-nonce"
 class S3Files(Bucket, Files):
     """The files below a prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
 
-    `read` verifies the checksums of whole files; callers of `read` with a range must verify it themselves. `append` rewrites the whole log.
+    `read` verifies the checksums of whole files; callers that read a range must verify it themselves. `append` rewrites the whole log.
     `publish` copies within the bucket; the conditional put of the last file decides which of two writers wins.
     """
 
@@ -48,11 +48,11 @@ class S3Files(Bucket, Files):
 
     @classmethod
     def at(cls, uri: str) -> S3Files:
-        """Return the files at `s3://BUCKET/PREFIX`; raise PunaError if the address is invalid or contains credentials."""
+        """Return the files at `s3://BUCKET/PREFIX`. Raise PunaError if the address is invalid or contains credentials."""
         parsed = urlsplit(uri)
         if "@" in parsed.netloc or parsed.query:
             raise PunaError(
-                "store s3://…: credentials do not belong in the address, where logs and lists of processes show them: "
+                "store s3://…: credentials do not belong in the address, which logs and process lists show: "
                 "give s3://BUCKET/PREFIX, and AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
             )
         prefix = parsed.path.strip("/")
@@ -79,7 +79,7 @@ class S3Files(Bucket, Files):
             return None
 
     def _read_blocks(self, name: str, start: int, stop: int | None, size: int | None = None) -> tuple[bytes, str]:
-        """Return (whole blocks, version) of a file. Raise PunaError if the checksums are wrong, or the file's size is not `size`."""
+        """Return (whole blocks, version) of a file. Raise PunaError if a checksum is wrong, or if the file's size is not `size`."""
         for attempt in range(TRIES):
             data, now, sums, version = self._get(name, start, stop)
             if size not in (None, now):
@@ -95,7 +95,7 @@ class S3Files(Bucket, Files):
         return cast("BinaryIO", blocks.Reader(size, lambda start, stop: self._read_blocks(name, start, stop, size)[0]))
 
     def _get(self, name: str, start: int, stop: int | None) -> tuple[bytes, int, str, str]:
-        """Return (bytes of the range, size of the whole file, its blocks' checksums as text, its version)."""
+        """Return (bytes of the range, size of the whole file, its block checksums as text, its version)."""
         options = {} if not start and stop is None else {"range": {"offset": start} if stop is None else (start, stop)}
 
         def get() -> tuple[bytes, int, str, str]:
@@ -142,14 +142,14 @@ class S3Files(Bucket, Files):
         return self.swap_version(name, data, version) is not None
 
     def swap_version(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Write as `swap` does and return the new version; None if the file's version is not `version`."""
+        """Write like `swap`, and return the new version; None if the file's version is not `version`."""
         nonce = uuid.uuid4().hex
         mode: PutMode = "create" if version is None else {"e_tag": version}
         for attempt in range(TRIES):
             try:
                 return self._put(name, data, mode, nonce)
             except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
-                # The put was refused; or it was done, but the answer was lost and the retry was refused.
+                # Either the put was rejected, or it succeeded but its response was lost and the retry was rejected.
                 writer = self._writer(name)
                 if writer is not None and writer[0] == nonce:
                     return writer[1]
@@ -177,7 +177,7 @@ class S3Files(Bucket, Files):
         content = None
         for attempt in range(10 * TRIES):
             data, version = self.read_version(name) or (b"", None)
-            # The put may have been done although its answer was lost; lines of other writers may follow by now.
+            # The put may have succeeded although its response was lost; other writers' lines may follow by now.
             if content is not None and data.startswith(content):
                 return
             content = data + line
@@ -213,7 +213,7 @@ class S3Files(Bucket, Files):
         if last[0] in present:
             return False
         lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
-        for name in sorted(set(present) - set(content)):  # left by an attempt that was killed here
+        for name in sorted(set(present) - set(content)):  # left over from an attempt that was killed here
             self.remove(f"{folder}/{name}")
         self._copy({source: f"{folder}/{name}" for name, source in content.items()})
         lease.check(self, f"{LOCKS}/{folder.rpartition('/')[2]}")
@@ -288,12 +288,12 @@ def _stat(meta: ObjectMeta) -> Stat:
 
 
 def _right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if bytes match their checksums, or have none: other tools copy files into the bucket without checksums."""
+    """True if bytes match their checksums, or have none, as in files that other tools copied into the bucket."""
     return not sums or blocks.right(data, start, size, sums)
 
 
 class StoreFileSystem(AbstractFileSystem):
-    """The files of a store as `puna://NAME`, for DuckDB. Committed files do not change, so DuckDB may cache them."""
+    """A file system of a store's files as `puna://NAME`, for DuckDB. Committed files do not change, so DuckDB may cache them."""
 
     protocol = "puna"
     cachable = False

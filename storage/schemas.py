@@ -1,8 +1,7 @@
 """Schemas of all tables of artifacts: Arrow schemas with the meaning and unit of every column.
 
 The main table of an artifact has the name of its kind; other tables are side tables. `signals` is open: besides `id`, its columns are
-numbers and words about the document. The stage that writes such a column describes it with unit and meaning.
-"""
+numbers and words about the document, whose unit and meaning are described by the stage that writes them."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ def column(name: str, kind: pa.DataType, meaning: str, unit: str = "", *, nullab
 class TableSchema:
     """A table: its columns, the primary key it is sorted by, and how it is stored.
 
-    `open`: further described columns of numbers and words are allowed. `identity`: the artifact's data digest depends on the table's
-    content (not for logs with timings). `group_rows`: maximum rows of a Parquet row group, the unit of reading. `shard_bytes`: uncompressed
-    bytes above which there is more than one shard. `selectable`: rows may be kept by reference.
+    `open`: additional described columns of numbers and words are allowed. `identity`: the artifact's data digest depends on the table's
+    content (false for logs with timings). `group_rows`: maximum rows of a Parquet row group, the unit of reading. `shard_bytes`:
+    uncompressed bytes above which there is more than one shard. `selectable`: rows may be kept by reference.
     """
 
     name: str
@@ -62,7 +61,7 @@ class TableSchema:
             return table.cast(schema)
 
     def schema_for(self, given: pa.Schema) -> pa.Schema:
-        """Return the Arrow schema for columns `given`. Further ones become float64, int64 or string if `open`; else raise PunaError."""
+        """Return the Arrow schema for columns `given`. Additional ones become float64, int64 or string if `open`, else raise PunaError."""
         names = set(self.schema.names)
         extra = sorted((field for field in given if field.name not in names), key=lambda field: field.name)
         if extra and not self.open:
@@ -71,11 +70,11 @@ class TableSchema:
 
 
 def _open_column(table: str, field: pa.Field) -> pa.Field:
-    """Return the field of a further column of an open table, as float64, int64 or string; raise PunaError for other types."""
+    """Return the field of an additional column of an open table, as float64, int64 or string. Raise PunaError for other types."""
     for is_such, kind in ((pa.types.is_floating, NUMBER), (pa.types.is_integer, pa.int64()), (_is_text, pa.string())):
         if is_such(field.type):
             return pa.field(field.name, kind, nullable=True, metadata=field.metadata)
-    raise PunaError(f"table {table}: column {field.name!r} is {field.type}; a column of it holds numbers or words")
+    raise PunaError(f"table {table}: column {field.name!r} is {field.type}; it must hold numbers or words")
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -86,9 +85,9 @@ def _table(name: str, *columns: pa.Field, key: tuple[str, ...] = ("id",), **stor
     return TableSchema(name, pa.schema(list(columns)), key, **stored)
 
 
-ID = column("id", pa.string(), "identity of the row: 32 hex digits for pages and documents")
+ID = column("id", pa.string(), "id of the row: 32 hex digits for pages and documents")
 PROMPT_ID = column("prompt_id", pa.string(), "prompt that the row belongs to")
-URL = column("url", pa.string(), "address the page was fetched from")
+URL = column("url", pa.string(), "URL the page was fetched from")
 FETCHED = column("fetched_at", TIME, "when the page was fetched", "UTC, microseconds")
 SOURCE = column("source", pa.string(), "name of the input that the row came from")
 TASK = column("task", pa.string(), "task the row belongs to")
@@ -101,8 +100,8 @@ TABLES: dict[str, TableSchema] = {
     table.name: table
     for table in (
         _table("pages", ID, URL, FETCHED, SOURCE,
-            column("content_type", pa.string(), "media type as the server gave it, without parameters"),
-            column("charset", pa.string(), "character set as the server gave it", nullable=True),
+            column("content_type", pa.string(), "media type given by the server, without parameters"),
+            column("charset", pa.string(), "character set given by the server", nullable=True),
             column("body", pa.binary(), "the page as fetched"),
             group_rows=16_384, shard_bytes=16 << 20),
         _table("documents", ID, URL, FETCHED, SOURCE,
@@ -110,34 +109,34 @@ TABLES: dict[str, TableSchema] = {
             column("text", pa.string(), "the document"),
             group_rows=16_384, selectable=True),
         _table("signals", ID, open=True),
-        _table("lists", column("kind", pa.string(), "what the entry is: domain, url, word or expression"),
-            column("entry", pa.string(), "the entry in normal form"),
+        _table("lists", column("kind", pa.string(), "type of the entry: domain, url, word or expression"),
+            column("entry", pa.string(), "the entry in normalized form"),
             column("rule", pa.string(), "rule by which the entry drops a document"),
             key=("kind", "entry")),
         _table("dropped", ID,
             column("rule", pa.string(), "rule that removed the row"),
-            column("value", NUMBER, "the row's value of the rule's signal", nullable=True),
+            column("value", NUMBER, "the row's value of the signal that the rule reads", nullable=True),
             column("threshold", NUMBER, "the rule's threshold", nullable=True),
-            column("detail", pa.string(), "what a reader needs to understand the decision", nullable=True),
+            column("detail", pa.string(), "details that explain the decision", nullable=True),
             key=("id", "rule")),
         _table("duplicates", ID,
-            column("kept_id", pa.string(), "the document that was kept instead"),
+            column("kept_id", pa.string(), "id of the document that was kept instead"),
             column("method", pa.string(), "how the pair was found and verified"),
             column("similarity", NUMBER, "verified similarity of the pair", "fraction"),
             column("cluster", pa.string(), "id of the cluster's survivor")),
         _table("revisions", ID,
-            column("kept_id", pa.string(), "the document that is now kept instead; null: this one is kept again", nullable=True),
+            column("kept_id", pa.string(), "id of the document that is now kept instead; null: this document is kept again", nullable=True),
             column("similarity", NUMBER, "verified similarity of the pair", "fraction", nullable=True)),
         _table("removed_lines", ID,
             column("line", pa.int32(), "number of the line in the input document", "from 0"),
-            column("text", pa.string(), "the line, and blank lines after it that went with it"),
+            column("text", pa.string(), "the line, and the blank lines removed after it"),
             column("rule", pa.string(), "rule that removed the line"),
             column("value", NUMBER, "the line's value of the rule's signal"),
             key=("id", "line")),
         _table("removed_spans", ID,
             column("start", pa.int64(), "first character of the span in the input document", "from 0"),
             column("text", pa.string(), "the span"),
-            column("kept_id", pa.string(), "document in which the span's beginning occurs first"),
+            column("kept_id", pa.string(), "id of the document in which the beginning of the span occurs first"),
             key=("id", "start")),
         _table("line_signals", ID,
             column("line", pa.int32(), "number of the line in the document", "from 0"),
@@ -146,20 +145,20 @@ TABLES: dict[str, TableSchema] = {
             key=("id", "line")),
         _table("c4_lines", ID,
             column("line", pa.int32(), "number of the line in the document", "from 0"),
-            column("words", pa.int32(), "words of the line between white space", "words"),
+            column("words", pa.int32(), "words of the line, separated by white space", "words"),
             column("final_punctuation", pa.bool_(), "whether the line ends in . ? ! or the double quote"),
             key=("id", "line")),
-        _table("languages", column("language", pa.string(), "ISO 639 code of a language found"),
+        _table("languages", column("language", pa.string(), "ISO 639 code of the language"),
             column("script", pa.string(), "ISO 15924 code of its script"),
-            column("documents", pa.int64(), "documents in it", "documents"),
-            column("stop_words", pa.string(), "frequent words that a document in it is asked for", nullable=True),
-            column("evidence", pa.string(), "where the row is from: the columns NAME_factor times a recipe's threshold on the signal NAME "
-                   "are the language's own; null: no basis, the rule judges no document in it"),
+            column("documents", pa.int64(), "number of documents in this language", "documents"),
+            column("stop_words", pa.string(), "frequent words expected in a document in this language", nullable=True),
+            column("evidence", pa.string(), "source of the row. The columns NAME_factor times a recipe's threshold on the signal NAME "
+        "are the language's own thresholds; null: no basis, so the rule judges no document in this language"),
             key=("language", "script"), open=True),
         _table("mixture", ID,
             column("category", pa.string(), "knowledge type"),
             SPLIT,
-            column("repeats", pa.int32(), "times the document is read in training", "epochs"),
+            column("repeats", pa.int32(), "number of times the document is read in training", "epochs"),
             column("weight", NUMBER, "sampling weight of the document's category", "fraction")),
         _table("tokens", column("row", pa.int64(), "index of the packed row"),
             column("tokens", TOKENS, "token ids of the row"),
@@ -170,58 +169,58 @@ TABLES: dict[str, TableSchema] = {
             column("reference", pa.string(), "gold answer", nullable=True),
             column("verifier", pa.string(), "how answers are scored: {\"name\": …, …parameters}", "JSON", nullable=True)),
         _table("exchanges", ID,
-            column("endpoint", pa.string(), "address of the server that was asked"),
-            column("request", pa.string(), "what was asked", "JSON"),
+            column("endpoint", pa.string(), "address of the server"),
+            column("request", pa.string(), "the request sent", "JSON"),
             column("answer", pa.string(), "text of the answer"),
-            column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
-            column("refused", pa.string(), "why the server did not take the request; empty where it did")),
+            column("finished", pa.bool_(), "false if truncated at the length limit"),
+            column("refused", pa.string(), "why the server refused the request; empty if it did not")),
         _table("answers", ID, PROMPT_ID,
-            column("sample", pa.int32(), "number of the answer among those of its prompt and model", "from 0"),
-            column("model", pa.string(), "data digest of the model that wrote it"),
+            column("sample", pa.int32(), "index of the answer among those of its prompt and model", "from 0"),
+            column("model", pa.string(), "data digest of the model that wrote the answer"),
             column("text", pa.string(), "the answer"),
-            column("tokens", TOKENS, "its token ids"),
+            column("tokens", TOKENS, "token ids of the answer"),
             column("logprobs", pa.list_(pa.field("element", pa.float32())), "log-probability of each token", "nats"),
-            column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
+            column("finished", pa.bool_(), "false if truncated at the length limit"),
             column("score", NUMBER, "reward model's score", nullable=True),
-            column("gold", NUMBER, "score by the prompt's verifier", "0 to 1", nullable=True),
-            column("detail", pa.string(), "what the verifier says of the score", nullable=True)),
+            column("gold", NUMBER, "score from the prompt's verifier", "0 to 1", nullable=True),
+            column("detail", pa.string(), "the verifier's comment on the score", nullable=True)),
         _table("preferences", ID, PROMPT_ID, TASK, SPLIT, MESSAGES, TOOLS,
             column("chosen", pa.string(), "the better answer; null: only a bad answer is known", "JSON message", nullable=True),
-            column("rejected", pa.string(), "the worse answer, with `finished` false if it was cut off; null: only a good answer is known",
+            column("rejected", pa.string(), "the worse answer, with `finished` false if truncated; null: only a good answer is known",
                    "JSON message", nullable=True),
-            column("edited", pa.string(), "the chosen answer, improved", "JSON message", nullable=True),
-            column("others", pa.string(), "of a ranking of more than two: the further answers, each with `rank`: 0 as good as chosen, "
-                   "1, 2, … in between, -1 as bad as rejected", "JSON list of messages", nullable=True),
+            column("edited", pa.string(), "an edited version of the chosen answer", "JSON message", nullable=True),
+            column("others", pa.string(), "in a ranking of more than two: the other answers, each with `rank`: 0 as good as chosen, "
+        "1, 2, … in between, -1 as bad as rejected", "JSON list of messages", nullable=True),
             column("level", pa.string(), "significantly_better, better, slightly_better or marginally_better", nullable=True),
             column("margin", NUMBER, "difference of the two answers' scores", nullable=True),
             column("chosen_model", pa.string(), "data digest of the model that wrote the chosen answer", nullable=True),
             column("rejected_model", pa.string(), "data digest of the model that wrote the rejected answer", nullable=True)),
         _table("instructions", ID, PROMPT_ID, TASK, SPLIT,
-            column("messages", pa.string(), "the whole conversation, whose assistant's turns are learned", "JSON list of messages"),
+            column("messages", pa.string(), "the whole conversation, trained on at the assistant's turns", "JSON list of messages"),
             TOOLS, SOURCE,
             column("score", NUMBER, "reward model's score", nullable=True)),
         _table("evaluation", TASK,
-            column("metric", pa.string(), "what was measured"),
+            column("metric", pa.string(), "name of the metric"),
             column("value", NUMBER, "the measured value"),
             column("low", NUMBER, "lower end of the 95 % interval", nullable=True),
             column("high", NUMBER, "upper end of the 95 % interval", nullable=True),
-            column("n", pa.int64(), "number of items behind the value"),
+            column("n", pa.int64(), "number of items measured"),
             key=("task", "metric")),
         _table("task_scores", TASK,
-            column("metric", pa.string(), "what was measured, with the filter of answers behind a comma"),
+            column("metric", pa.string(), "name of the metric, followed by a comma and the answer filter, if any"),
             column("value", NUMBER, "the measured value"),
             column("low", NUMBER, "lower end of the 95 % interval", nullable=True),
             column("high", NUMBER, "upper end of the 95 % interval", nullable=True),
-            column("n", pa.int64(), "number of questions behind the value"),
-            column("version", pa.string(), "version that the task file names"),
+            column("n", pa.int64(), "number of questions measured"),
+            column("version", pa.string(), "version given in the task file"),
             column("content", pa.string(), "digest of the task file and its data"),
-            column("shots", pa.int64(), "examples before each question"),
+            column("shots", pa.int64(), "number of few-shot examples"),
             column("format", pa.string(), "how questions were asked: plain or chat, with letters"),
             column("seed", pa.int64(), "seed of the answers"),
-            column("seconds", NUMBER, "computing time of the task", "CPU seconds"),
+            column("seconds", NUMBER, "compute time of the task", "CPU seconds"),
             column("tokens", pa.int64(), "tokens of questions, options and answers", "tokens"),
             column("calibration_error", NUMBER, "expected calibration error of the chosen options' probabilities, 0 to 1", nullable=True),
-            column("contaminated", NUMBER, "share of the questions that stand in what the model was trained on, fraction", nullable=True),
+            column("contaminated", NUMBER, "share of the questions that occur in the model's training data, fraction", nullable=True),
             column("clean", NUMBER, "the value on the other questions", nullable=True),
             key=("task", "metric"), identity=False),
         _table("training_log", column("step", pa.int64(), "optimizer step", "from 1"),
@@ -230,57 +229,57 @@ TABLES: dict[str, TableSchema] = {
             column("gradient_norm", NUMBER, "norm of the gradient before clipping", nullable=True),
             column("tokens", pa.int64(), "tokens of the step", "tokens"),
             key=("step",), open=True, identity=False),
-        _table("rollouts", column("step", pa.int64(), "rollout that the answer was trained on", "from 1"), PROMPT_ID,
-            column("sample", pa.int32(), "number of the answer among those to its prompt in the rollout", "from 0"),
-            column("text", pa.string(), "the answer; with replies each turn under its role"),
-            column("tokens", TOKENS, "its tokens, those of replies included"),
-            column("turns", pa.int32(), "turns of the policy in it"),
-            column("steps", pa.list_(NUMBER), "rewards of its steps", nullable=True),
-            column("finished", pa.bool_(), "ended by itself rather than at the length limit"),
+        _table("rollouts", column("step", pa.int64(), "rollout that contains the answer", "from 1"), PROMPT_ID,
+            column("sample", pa.int32(), "index of the answer among those to its prompt in the rollout", "from 0"),
+            column("text", pa.string(), "the answer; with replies, each turn under its role"),
+            column("tokens", TOKENS, "number of tokens, including those of replies"),
+            column("turns", pa.int32(), "number of the policy's turns in the answer"),
+            column("steps", pa.list_(NUMBER), "rewards of the answer's steps", nullable=True),
+            column("finished", pa.bool_(), "false if truncated at the length limit"),
             column("score", NUMBER, "its reward"), column("verifier", NUMBER, "part of the reward: the verifier's score", nullable=True),
-            column("reward_model", NUMBER, "part of the reward: the reward model's number", nullable=True),
-            column("advantage", NUMBER, "mean of its tokens' advantages"),
-            column("logprob", NUMBER, "mean of its tokens' log-probs, as they were sampled", "nats"),
+            column("reward_model", NUMBER, "part of the reward: the reward model's output", nullable=True),
+            column("advantage", NUMBER, "mean advantage of the answer's tokens"),
+            column("logprob", NUMBER, "mean log-probability of the answer's tokens when sampled", "nats"),
             column("reference_logprob", NUMBER, "the same under the reference, in rollouts that measure it", "nats", nullable=True),
-            column("version", pa.int64(), "rollouts on which the weights that answered had been trained"),
+            column("version", pa.int64(), "number of rollouts that the sampling weights had been trained on"),
             key=("step", "prompt_id", "sample"), identity=False),
         _table("trials", column("trial", pa.int32(), "number of the small run"),
             column("name", pa.string(), "what the run varies"),
             column("parameters", pa.string(), "its settings", "JSON"),
-            column("loss", NUMBER, "held-out loss at the end", "nats per token"),
-            column("tokens", pa.int64(), "tokens it was trained on", "tokens"),
-            column("flops", NUMBER, "floating-point operations of its training", "FLOP"),
+            column("loss", NUMBER, "final held-out loss", "nats per token"),
+            column("tokens", pa.int64(), "number of training tokens", "tokens"),
+            column("flops", NUMBER, "floating-point operations of the training", "FLOP"),
             column("seconds", NUMBER, "wall time of the run", "seconds"),
             key=("trial", "name"), identity=False),
         _table("points", column("point", pa.int32(), "number of the point"),
-            column("heldout", pa.string(), "text that the loss is of: validation, or a further input"),
-            column("heldout_tokens", pa.int64(), "tokens of this text that are predicted", "tokens", nullable=True),
-            column("shape", pa.string(), "sizes of the model, as pretrain has them", "JSON"),
-            column("parameters", pa.int64(), "parameters that multiply every token, output layer included"),
-            column("tokens", pa.int64(), "tokens it was trained on", "tokens"),
-            column("flops", NUMBER, "floating-point operations of a training on so many tokens", "FLOP"),
-            column("loss", NUMBER, "held-out loss at the end", "nats per token"),
+            column("heldout", pa.string(), "text that the loss is measured on: validation, or another input"),
+            column("heldout_tokens", pa.int64(), "number of predicted tokens of this text", "tokens", nullable=True),
+            column("shape", pa.string(), "shape of the model, in pretrain's format", "JSON"),
+            column("parameters", pa.int64(), "parameters used for every token, including the output layer"),
+            column("tokens", pa.int64(), "number of training tokens", "tokens"),
+            column("flops", NUMBER, "floating-point operations of training on this many tokens", "FLOP"),
+            column("loss", NUMBER, "final held-out loss", "nats per token"),
             column("task_loss", NUMBER, "negative log-likelihood of the right options", "nats per token", nullable=True),
             column("accuracy", NUMBER, "share of questions whose right option is likeliest", "fraction", nullable=True),
-            column("seed", pa.int64(), "seed of weights and rows"), column("rows", pa.int64(), "rows of a step"),
+            column("seed", pa.int64(), "seed of weights and rows"), column("rows", pa.int64(), "rows per step"),
             column("learning_rate", NUMBER, "learning rate of the trunk"), column("steps", pa.int64(), "steps of trunk and decay"),
-            column("decay_share", NUMBER, "share of the steps in which the rate falls to 0", "fraction", nullable=True),
-            column("optimizer", pa.string(), "the optimizer, as pretrain has it", "JSON"),
+            column("decay_share", NUMBER, "share of the steps in which the learning rate falls to 0", "fraction", nullable=True),
+            column("optimizer", pa.string(), "the optimizer, in pretrain's format", "JSON"),
             key=("point", "heldout")),
         _table("weights", column("category", pa.string(), "knowledge type"),
             column("weight", NUMBER, "share of training tokens", "fraction"),
             key=("category",)),
-        _table("scores", ID, column("name", pa.string(), "what is scored"), column("value", NUMBER, "the score"), key=("id", "name")),
+        _table("scores", ID, column("name", pa.string(), "id of scored item"), column("value", NUMBER, "the score"), key=("id", "name")),
         _table("examples", ID, column("kind", pa.string(), "what the example shows"),
             column("prompt", pa.string(), "question", nullable=True),
             column("text", pa.string(), "text of the example"),
-            column("detail", pa.string(), "what a reader needs to know", nullable=True)),
+            column("detail", pa.string(), "explanation for a reader", nullable=True)),
     )
 }  # fmt: skip
 
 
 def known_kind(name: str) -> str:
-    """Return `name` if it is a kind of artifact; otherwise raise PunaError with the nearest kinds."""
+    """Return `name` if it is a kind of artifact. Otherwise raise PunaError with the nearest kinds."""
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

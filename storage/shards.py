@@ -1,12 +1,11 @@
 """Tables in shards: an ordered list of Parquet files, cut by ranges of the primary key.
 
-Ids of pages and documents are uniform hashes, so fixed bounds of ids give shards of similar size. The number of shards is set where rows
-enter. Derived documents and large tables with ids keep it, so they match shard by shard; others may have one shard. A row group is one
-`write_table` call on combined chunks, so equal rows give equal bytes, whichever job wrote them.
+Ids of pages and documents are uniform hashes, so fixed id bounds give shards of similar size. The number of shards is set when rows are
+first imported. Derived documents and large tables with ids keep it, so they match shard by shard; other tables may have one shard. A row
+group is one `write_table` call on combined chunks, so equal rows give equal bytes, whichever job wrote them.
 
 A shard of documents may keep rows by reference: an order file then gives for each row its source (0: the shard's own file; n: the shard's
-file in the table's n-th source) and its row number there.
-"""
+file in the table's n-th source) and its row number there."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ from puna.storage.errors import PunaError
 from puna.storage.schemas import TableSchema, table_schema
 
 GROUP_BYTES = 8 << 20
-"""Uncompressed bytes at which a row group ends, however few rows the group has."""
+"""Uncompressed bytes at which a row group ends, regardless of its number of rows."""
 LEVEL = 1
-"""Level of zstd's compression: level 3 stores a seventh less and takes 1.5 times as long."""
+"""zstd compression level: level 3 would save a seventh of the space and take 1.5 times as long."""
 UNLIKE = frozenset({"id", "url", "title", "text", "body", "detail"})
-"""Columns whose values hardly repeat: dictionary encoding saves nothing there, and makes reading need more memory."""
+"""Columns whose values rarely repeat, for which dictionary encoding saves nothing and makes reading take more memory."""
 GROWTH = 0.6
 """Exponent by which the number of shards grows with a table's size: larger tables have more shards, which are also larger."""
 ORDER = pa.schema({"source": pa.int32(), "row": pa.int32()})
@@ -44,7 +43,7 @@ FACTS = pa.schema({"digest": pa.binary(digest.ROW_BYTES), "characters": pa.int32
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and checksum of one stored file."""
+    """The size and checksum of a stored file."""
 
     bytes: int
     sha256: str
@@ -53,7 +52,7 @@ class FileRecord:
 @dataclass(frozen=True)
 class Shard:
     """One shard of a table. `low`, `high`: first and last key; `groups`: rows of each row group in `file`; `bytes`: uncompressed. Names of
-    files, empty if missing: `file` has the own rows, `order` the order of own and referenced rows, `facts` own digests and lengths."""
+    files, empty if missing: `file` has own rows, `order` the order of own and referenced rows, `facts` digests and lengths of own rows."""
 
     rows: int
     digest: str
@@ -85,7 +84,7 @@ def count(table: TableSchema, raw: int) -> int:
 
 @lru_cache(maxsize=16)
 def bounds(shards: int) -> tuple[str, ...]:
-    """Return the lowest id of each shard but the first, for a table in `shards` shards (a power of two)."""
+    """Return the lowest id of each shard except the first, for a table in `shards` shards (a power of two)."""
     return tuple(f"{(number << 32) // shards:08x}" for number in range(1, shards))
 
 
@@ -110,7 +109,7 @@ def row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 class Sink:
-    """A file whose sha256 is computed while it is written."""
+    """A file object that computes the sha256 of what is written to it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -165,7 +164,7 @@ class Written:
 
 
 class ShardWriter:
-    """A writer of one shard, whose rows come in key order. `path`: the file of the rows; order and facts get files beside that file."""
+    """A writer of one shard, whose rows must come in key order. `path`: the file of the rows; files of order and facts lie beside it."""
 
     def __init__(self, name: str, path: Path) -> None:
         self._table = table_schema(name)
@@ -189,7 +188,7 @@ class ShardWriter:
         self._file = sink, pq.ParquetWriter(sink, schema, compression="zstd", compression_level=LEVEL, use_dictionary=alike)
 
     def add(self, rows: pa.Table, facts: pa.Table | None = None) -> None:
-        """Add the next rows, with their facts if known; raise PunaError if keys do not ascend or two rows have the same key."""
+        """Add the next rows, with their facts if known. Raise PunaError if keys do not ascend or two rows have the same key."""
         rows = self._table.conform(rows)
         if self._file is None:
             self.open(rows.schema)
@@ -236,7 +235,7 @@ class ShardWriter:
             self._held, self._held_sizes = ([rest], [flat]) if rest.num_rows else ([], [])
 
     def close(self, order: pa.Table | None = None, facts: pa.Table | None = None, span: tuple[str, str] | None = None) -> Written:
-        """Close the files; return the shard. If it has rows by reference, `order`, `facts`, `span` (first, last key) cover all rows."""
+        """Close the files; return the shard. If rows are kept by reference, `order`, `facts`, `span` (first, last key) cover all rows."""
         files: dict[str, FileRecord] = {}
         rows = self.rows
         if self._file is not None:
@@ -261,7 +260,7 @@ class ShardWriter:
         if order is not None and span is not None:
             low, high = [span[0]], [span[1]]
             place = beside(self._path, "order")
-            # Sources are few, and row numbers mostly increase.
+            # There are few sources, and row numbers mostly increase.
             files["order"] = write_table(
                 place, order.cast(ORDER), use_dictionary=["source"], column_encoding={"row": "DELTA_BINARY_PACKED"}
             )
@@ -275,7 +274,7 @@ class ShardWriter:
     def __exit__(self, *error: object) -> None:
         """Remove the file if it is unfinished."""
         if self._file is not None and not self._file[0].closed:
-            with contextlib.suppress(Exception):  # the error that ended the writing is being raised
+            with contextlib.suppress(Exception):  # the error that interrupted the writing is being raised
                 self._file[1].close()
             with contextlib.suppress(OSError):
                 self._file[0].close()
@@ -283,7 +282,7 @@ class ShardWriter:
 
 
 def beside(path: Path, what: str) -> Path:
-    """Return the path of a shard's file `what` (order or facts), beside the file of its rows."""
+    """Return the path of a shard's file `what` (order or facts), next to the file of its rows."""
     return path.with_name(f"{path.name.removesuffix('.parquet')}.{what}.parquet")
 
 

@@ -1,8 +1,7 @@
 """The staging area of unfinished work: jobs' shards in final form, and a record per job with the checksums of its files.
 
 A record is written after its files. Files of an earlier attempt are checked against their record before use; if one is damaged, the job
-runs again. So records and regrouped rows need not survive a loss of power; committed shards must.
-"""
+runs again. So records and regrouped rows need not survive a power failure; committed shards must."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from puna.storage.shards import FACTS, FileRecord, Shard, ShardWriter, Written, 
 
 @dataclass(frozen=True)
 class Staged:
-    """One table's rows that a job wrote, in key order. `files`: table, order, facts → name and record. `number`: shard, None to merge."""
+    """One table's rows that a job wrote, in key order. `files`: table, order, facts → name and record. `number`: shard; None: to merge."""
 
     table: str
     shard: Shard
@@ -38,7 +37,7 @@ class Staged:
     number: int | None = None
     cut: int = 0
     info: Any = None
-    """The job's result besides its tables, a JSON value."""
+    """The JSON value that the job returned with its tables."""
     values: dict[str, int] = field(default_factory=dict)
     """Column → number of non-null values, for an open table."""
 
@@ -49,7 +48,7 @@ class Staged:
         return Stored(files, name, record.sha256, self.shard.groups if what == "table" else ())
 
     def rows(self, files: Files, sources: tuple[Stored | None, ...] = ()) -> ShardRows:
-        """Return references to the rows; `sources`: the files whose rows are kept by reference."""
+        """Return references to the rows. `sources`: the files whose rows are kept by reference."""
         low, high = tuple(self.shard.low), tuple(self.shard.high)
         return ShardRows(self.shard.rows, low, high, (self.stored_file(files), *sources), self.stored_file(files, "order"))
 
@@ -69,13 +68,13 @@ class Staging:
             yield path
         finally:
             try:
-                path.rmdir()  # usually empty by now: the files were moved
+                path.rmdir()  # usually empty by now, since the files were moved
             except OSError:
                 shutil.rmtree(path)
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """Yield a path for a temporary local file, which may be moved elsewhere; remove the file afterwards if it is still there."""
+        """Yield a path for a temporary local file, which may be moved elsewhere; remove it afterwards if it is still there."""
         path = self.files.scratch(self.folder) / f".{os.getpid()}-{uuid.uuid4().hex}"
         try:
             yield path
@@ -85,7 +84,7 @@ class Staging:
     def keep(self, job: str, tables: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
         """Move a job's files (`TABLE.parquet`, `TABLE.order.parquet`, …) to the staging folder, write its record, return the tables."""
         staged = []
-        # Attempts at one job may overlap: they write separate files, and the record names the files of one attempt.
+        # Attempts at a job may overlap: each writes separate files, and the record names the files of one attempt.
         attempt = uuid.uuid4().hex[:8]
         for table, shard in tables.items():
             files = {}
@@ -127,7 +126,7 @@ class Staging:
         return staged
 
     def whole(self, name: str, record: FileRecord) -> bool:
-        """True if a file has the size and the checksum of its record."""
+        """True if a file has the size and checksum in its record."""
         stat = self.files.stat(name)
         return stat is not None and stat.bytes == record.bytes and digest.of_stored(self.files, name) == record.sha256
 
@@ -147,7 +146,7 @@ def _staged_of(data: dict[str, Any]) -> Staged:
 
 @dataclass
 class Outputs:
-    """The tables that one job makes. Rows of the table `streamed` are written as they come; other tables at the end, sorted."""
+    """The tables that one job makes. Rows of the table `streamed` are written immediately, those of other tables at the end, sorted."""
 
     staging: Staging
     job: str
@@ -173,7 +172,7 @@ class Outputs:
         self._stack.close()
 
     def add(self, table: str, rows: pa.Table) -> None:
-        """Add rows of a table. For the table `streamed`, each call's keys must follow those of the calls before."""
+        """Add rows of a table. For the table `streamed`, each call's keys must be greater than those of earlier calls."""
         if table != self.streamed:
             self._held.setdefault(table, []).append(table_schema(table).conform(rows))
             return
@@ -185,11 +184,11 @@ class Outputs:
         self._main.add(rows, facts)
 
     def keep(self, ids: pa.ChunkedArray, source: Ints, row: Ints) -> None:
-        """Keep rows of other artifacts by reference, given by ids, numbers of sources, and row numbers in the sources."""
+        """Keep rows of other artifacts by reference, given by ids, source numbers, and row numbers in the sources."""
         self._refer(ids, source, row, self._known_facts(source, row))
 
     def add_mixed(self, rows: pa.Table, changed: pa.Array, source: Ints, row: Ints) -> None:
-        """Write the `changed` rows (a mask), and keep the other rows by reference. For the other parameters, see `keep`."""
+        """Write the `changed` rows (a mask), and keep the others by reference. For the other parameters, see `keep`."""
         assert self._main is not None
         own = np.asarray(changed)
         mine = rows.filter(changed)
@@ -241,7 +240,7 @@ class Outputs:
 
 
 def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
-    """Write in-memory pieces to `path`, sorted by the table's key; a column that a piece lacks is null in its rows. Return the shard."""
+    """Write in-memory pieces to `path`, sorted by the table's key. A column that a piece lacks is null in its rows. Return the shard."""
     schema = table_schema(table)
     whole = schema.schema_for(unite(piece.schema for piece in pieces))
     rows = in_order(pa.concat_tables([fill(piece, whole) for piece in pieces]), schema.key)
@@ -252,7 +251,7 @@ def write_sorted(table: str, pieces: list[pa.Table], path: Path) -> Written:
 
 
 def unite(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """Return a schema with the columns of all schemas; a column has the type of its first occurrence."""
+    """Return a schema with the columns of all schemas; each column has the type of its first occurrence."""
     fields: dict[str, pa.Field] = {}
     for schema in schemas:
         for one in schema:

@@ -1,15 +1,11 @@
-"""The store of artifacts, which holds committed artifacts, unfinished work, aliases and logs of runs.
+"""The store of artifacts, which holds committed artifacts, unfinished work, aliases and run logs.
 
-store.json                      the layout's number
-objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
-work/<key>/                     an unfinished stage, part by part
-locks/<key>                     held by the process that works on the key; locks/run-<run>: held by a run in progress
-refs/                           aliases (see `aliases`) and accepted equivalences
-index.jsonl, puna.duckdb        derived: summaries of the manifests, and SQL views (see `database`)
-runs/<run>.jsonl                the events of a run, with the artifacts that it made or reused; runs/order: the runs by start time
-runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held by that process
-quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts
-"""
+store.json                      the layout version objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable work/<key>/
+an unfinished stage, part by part locks/<key>                     held by the process that works on the key; locks/run-<run>: held by a run
+in progress refs/                           aliases (see `aliases`) and accepted equivalences index.jsonl, puna.duckdb        derived:
+summaries of the manifests, and SQL views (see `database`) runs/<run>.jsonl                the events of a run, with the artifacts that it
+made or reused; runs/order: the runs by start time runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held
+by that process quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts"""
 
 from __future__ import annotations
 
@@ -51,19 +47,19 @@ class Store:
         self.files = files
         self._aliases = Aliases(files, project or DEFAULT)
         self._whole: Store | None = None
-        """The store that this one is a view of (see `within`); the reference keeps that store's `holding` alive."""
+        """The store of which this one is a view (see `within`). The reference keeps that store's `holding` alive."""
         try:
             with explain_write_errors(self.uri):
                 for name in FOLDERS:
                     files.scratch(name)
         except OSError as error:
-            raise PunaError(f"store {self.uri}: cannot be made ({error}); name another folder with --store") from error
+            raise PunaError(f"store {self.uri}: cannot be created ({error}); give another folder with --store") from error
         self._check_layout()
         self.holding = Holding(files)
         weakref.finalize(self, self.holding.release)
 
     def _check_layout(self) -> None:
-        """Raise PunaError if the store has another layout or a damaged `store.json`; write `store.json` in a new store."""
+        """Raise PunaError if the store has another layout or a damaged `store.json`. Write `store.json` in a new store."""
         mark = json.dumps({"layout": FORMAT}).encode()
         marked = self.files.stat(LAYOUT) is not None
         layout = _field(self.files.read(LAYOUT), "layout") if marked else None
@@ -72,19 +68,19 @@ class Store:
         first = next((name for name in self.files.list("objects") if name.endswith(f"/{NAME}")), None)
         made_by = None if first is None else _field(self.files.read(first), "format")
         if marked and (layout is None or made_by == FORMAT):
-            raise PunaError(f"{self.uri}/{LAYOUT}: is damaged and does not say the store's layout; remove the file and run again")
+            raise PunaError(f"{self.uri}/{LAYOUT}: is damaged and does not give the store's layout; remove the file and run again")
         if not marked and first is None:
             with contextlib.suppress(OSError), explain_write_errors(self.uri):
                 self.files.create(LAYOUT, mark)
         elif (layout or made_by) != FORMAT:
             raise PunaError(
-                f"store {self.uri}: is of layout {layout or made_by}, this Puna reads layout {FORMAT}; "
-                "name a new folder with --store and run again"
+                f"store {self.uri}: has layout {layout or made_by}, but this Puna reads layout {FORMAT}; "
+            "give a new folder with --store and run again"
             )
 
     @classmethod
     def open(cls, uri: str | Path, project: str | None = None) -> Store:
-        """Return the store at a path, `file://` or `s3://` URI, within a project. Missing folders of the store are made."""
+        """Return the store at a path, `file://` or `s3://` URI, within a project. Missing folders of the store are created."""
         return cls(files_of(uri), project)
 
     @classmethod
@@ -92,12 +88,12 @@ class Store:
         """Return a store for readers (see `reading`) within a project. Raise PunaError if the store or the project does not exist."""
         files = damage.reading(files_of(uri))
         if files.stat(LAYOUT) is None and not files.folders("objects"):
-            raise PunaError(f"store {files.uri}: not found; `puna run` makes one, --store or PUNA_STORE names another")
+            raise PunaError(f"store {files.uri}: not found; `puna run` creates one, and --store or PUNA_STORE names another")
         return cls(files, project).require_project() if project else cls(files)
 
     @property
     def uri(self) -> str:
-        """Return the address that `Store.open` takes, without credentials."""
+        """Return the address that `Store.open` accepts, without credentials."""
         return self.files.uri
 
     @property
@@ -114,7 +110,7 @@ class Store:
         return [Artifact(kind, key, self.files) for kind, key in sorted(index.manifests(self.files)) if kind in KINDS]
 
     def entries(self, project: str | None = None) -> list[Entry]:
-        """Return the summaries of all artifacts, oldest first. `project`: only those that the project's runs made or aliases name."""
+        """Return the summaries of all artifacts, oldest first. `project`: only those made by the project's runs or named by its aliases."""
         entries = [one for one in index.entries(self.files) if one["kind"] in KINDS]
         if project is None:
             return entries
@@ -128,11 +124,11 @@ class Store:
         return sorted(folders - whole)
 
     def artifacts(self, kind: str | None = None, project: str | None = None) -> list[Artifact]:
-        """Return the artifacts of `entries`, oldest first; only those of this kind if it is given."""
+        """Return the artifacts of `entries`, oldest first, of all kinds or only of `kind`."""
         return [Artifact(one["kind"], one["key"], self.files) for one in self.entries(project) if kind in (None, one["kind"])]
 
     def resolve(self, name: str) -> Artifact:
-        """Return the only artifact with this name (`kind/prefix`, a key's prefix, or an alias `name@version`). Else raise PunaError."""
+        """Return the only artifact with this name (`kind/prefix`, key prefix, or alias `name@version`). Raise PunaError unless one fits."""
         if "@" in name:
             return self.alias(name)
         kind, _, prefix = name.rpartition("/")
@@ -145,7 +141,7 @@ class Store:
         artifacts = [Artifact(n[1], n[3], self.files) for n in names if len(n) == 5 and n[4] == NAME and n[3].startswith(prefix)]
         if len(artifacts) != 1:
             ids = ", ".join(a.id for a in artifacts)
-            raise PunaError(f"{name}: fits several artifacts: {ids}" if artifacts else f"{name}: no such artifact in {self.uri}")
+            raise PunaError(f"{name}: matches several artifacts: {ids}" if artifacts else f"{name}: no such artifact in {self.uri}")
         return artifacts[0]
 
     def check(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
@@ -162,12 +158,12 @@ class Store:
         return damage.suspects(self.files)
 
     def reading(self) -> Store:
-        """Return the store for readers that commit nothing: a table file is read only after its checksum is verified."""
+        """Return the store for readers that commit nothing: a table file is read only after its checksum has been verified."""
         return Store(damage.reading(self.files), self.project)
 
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock of `key` against other processes; without `wait`, yield False if another process holds it."""
+        """Hold the lock of `key` against other processes. Without `wait`, yield False if another process holds it."""
         with contextlib.ExitStack() as stack:
             with explain_write_errors(self.uri):
                 mine = stack.enter_context(self.files.lease(key, wait=wait))
@@ -175,7 +171,7 @@ class Store:
 
     @contextlib.contextmanager
     def work(self, key: str) -> Iterator[Work]:
-        """Yield the work of `key`, locked against other processes; its folder survives crashes until the commit."""
+        """Yield the work of `key`, locked against other processes. Its folder survives crashes until the commit."""
         with explain_write_errors(self.uri), self.lock(key):
             yield Work(self.files, key, "" if self.project == DEFAULT else self.project)
 
@@ -191,17 +187,17 @@ class Store:
             return work.commit(kind, key, Identity(IMPORT))
 
     def accepted_key(self, key: str) -> str:
-        """Return the key of the artifact that stands for `key`: `key` itself, or that of an older artifact declared equivalent."""
+        """Return the key of the artifact to use for `key`: `key` itself, or that of an older artifact declared equivalent."""
         fields = read_pointer(self.files, _acceptance(key))
         return key if fields is None else fields["stands_for"]
 
     def accept(self, old: Artifact, new_key: str) -> None:
-        """Declare that the artifact `old` stands for `new_key`, for example after a refactoring that changes no content."""
+        """Declare the artifact `old` equivalent to `new_key`, for example after a refactoring that changes no content."""
         with explain_write_errors(self.uri):
             self.files.write(_acceptance(new_key), pointer({"stands_for": old.key}))
 
     def acceptances(self) -> dict[str, str]:
-        """Return new key → key of the older artifact that stands for the new key, for all accepted equivalences."""
+        """Return new key → key of the older artifact to use for it, for all accepted equivalences."""
         names = filter(is_pointer, self.files.list("refs/.accepted"))
         return {Path(n).stem: fields["stands_for"] for n in names if (fields := read_pointer(self.files, n)) is not None}
 
@@ -211,7 +207,7 @@ class Store:
         return self._aliases.project
 
     def within(self, project: str | None) -> Store:
-        """Return a view of this store within a project; the store itself if `project` is empty or the store's project."""
+        """Return a view of this store within a project, or the store itself if `project` is empty or its own."""
         if not project or project == self.project:
             return self
         view = copy.copy(self)
@@ -219,13 +215,13 @@ class Store:
         return view
 
     def require_project(self) -> Store:
-        """Return this store. Raise PunaError if no alias or artifact of the store's project exists."""
+        """Return this store. Raise PunaError if its project has no alias or artifact."""
         if self.project != DEFAULT and self.project not in (projects := self.projects()):
-            raise PunaError(f"project {self.project}: {self.uri} has no such project; there are {', '.join(projects)}")
+            raise PunaError(f"project {self.project}: {self.uri} has no such project; it has {', '.join(projects)}")
         return self
 
     def projects(self) -> list[str]:
-        """Return the projects of the store's aliases, and of the runs that made its artifacts, the default one first."""
+        """Return the projects of the store's aliases and of the runs that made its artifacts, the default project first."""
         names = {*map(self.project_of, self._aliases.files()), *(one.get("project") or DEFAULT for one in self.entries())}
         return [DEFAULT, *sorted(names - {DEFAULT})]
 
@@ -247,14 +243,14 @@ class Store:
             return self._aliases.set(name, artifact, expected)
 
     def full_name(self, alias: str) -> str:
-        """Return the alias as the default project names it: an alias of another project gets the prefix PROJECT/."""
+        """Return the alias as named in the default project: aliases of other projects get the prefix PROJECT/."""
         return self._aliases.name_for(alias)
 
     def project_of(self, alias: str) -> str:
         return self._aliases.parts(alias)[0]
 
     def own(self, name: str) -> str:
-        """Return `name` made specific to this project, for a lock or a note; in the default project, `name` itself."""
+        """Return `name` made specific to this project, for a lock or a note; in the default project, `name` unchanged."""
         return name if self.project == DEFAULT else f"{name}-{self.project}"
 
     def aliases(self) -> dict[str, str]:
@@ -262,7 +258,7 @@ class Store:
         return self._aliases.keys()
 
     def lost_aliases(self) -> list[str]:
-        """Return a sentence for each alias that is gone, unreadable or points to no artifact, and for each damaged line of a journal."""
+        """Return a message for each alias that is gone, unreadable or points to no artifact, and for each damaged line of a journal."""
         remedy = "is gone; the run or command that set it sets it again"
         messages = [f"{alias}: was set (to {first} at first) and {remedy}" for alias, first in self._aliases.find_lost().items()]
         for alias in self._aliases.files():
@@ -272,11 +268,11 @@ class Store:
                 messages.append(str(error))
         for name, fields in ((aliases.JOURNAL, aliases.FIELDS), (damage.JOURNAL, damage.FIELDS)):
             lines = index.journal(self.files, name, fields)[1]
-            messages += [f"{self.uri}/{name}: line {n} is damaged; what it says is lost. Remove the line" for n in lines]
+            messages += [f"{self.uri}/{name}: line {n} is damaged; its information is lost. Remove the line" for n in lines]
         return messages
 
     def names(self, project: str | None = None) -> dict[str, list[str]]:
-        """Return key → the key's aliases, of all projects or of one, for all keys that have such an alias."""
+        """Return key → its aliases, in all projects or in one, for all keys that have such an alias."""
         names: dict[str, list[str]] = {}
         for name, key in self.aliases().items():
             if project in (None, self.project_of(name)):
@@ -291,18 +287,18 @@ class Store:
             self.files.append(f"runs/{run}.jsonl", line)
 
     def at_work(self, run: str) -> AbstractContextManager[bool]:
-        """Hold a lock while a run is in progress: `gc` then keeps the run's artifacts, and a run that was killed can be detected."""
+        """Hold a lock while a run is in progress, so that `gc` keeps the run's artifacts and a killed run can be detected."""
         return self.lock(f"run-{run}")
 
     def runs(self) -> list[str]:
-        """Return the names of the runs in the order in which they began."""
+        """Return the names of the runs in the order in which they started."""
         names = {Path(n).stem for n in self.files.list("runs") if n.endswith(".jsonl")}
         order = self.files.read(ORDER).decode(errors="replace").split("\n") if self.files.stat(ORDER) else []
         sequence = [name for name in dict.fromkeys(order) if name in names]
         return [*sorted(names - set(sequence)), *sequence]
 
     def events(self, run: str) -> list[dict[str, Any]]:
-        """Return the events of a run; skip lines that a crash truncated. Raise PunaError if there is no such run."""
+        """Return the events of a run, skipping lines that a crash truncated. Raise PunaError if there is no such run."""
         if self.files.stat(f"runs/{run}.jsonl") is None:
             raise PunaError(f"run {run}: no such run; `puna list --runs` shows them")
         events = []
@@ -331,7 +327,7 @@ def _field(data: bytes, name: str) -> object:
 
 @contextlib.contextmanager
 def explain_write_errors(uri: str) -> Iterator[None]:
-    """Turn errors of a full disk or a read-only store, inside the context, into a PunaError that says what to do."""
+    """Turn errors of a full disk or a read-only store inside the `with` block into a PunaError that says what to do."""
     try:
         yield
     except (OSError, duckdb.Error) as error:
@@ -341,7 +337,7 @@ def explain_write_errors(uri: str) -> Iterator[None]:
             raise PunaError(f"store {uri}: {message} ({error})") from error
         inside = str(getattr(error, "filename", None) or "").startswith(uri)
         if inside and number in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise PunaError(f"store {uri}: may not be written ({error}); mount it writable or name another with --store") from error
+            raise PunaError(f"store {uri}: cannot be written ({error}); mount it writable or give another with --store") from error
         raise
 
 

@@ -1,7 +1,6 @@
-"""Assembly of an artifact's tables from its jobs' pieces, which are shards in final form, or are merged by a worker.
+"""Assembly of an artifact's tables from its jobs' pieces, which either are shards in final form or are merged by a worker.
 
-Merging sorts rows by primary key and cuts them into shards, out of core. So equal rows give equal bytes, whichever job computed them.
-"""
+Merging sorts rows by primary key and cuts them into shards, out of core. Equal rows give equal bytes, whichever job computed them."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
 """A function that applies its first argument to all jobs, in workers, and returns the results in order."""
 
 LEAST_KEPT = 0.25
-"""Minimum share of the sources' rows to keep by reference; fewer rows are copied, because reading them by reference would cost more."""
+"""Minimum share of the sources' rows to keep by reference. Fewer rows are copied, because reading them by reference would cost more."""
 MERGED_ROWS = 4096
-"""Maximum rows of a batch that DuckDB's sort returns."""
+"""Maximum rows per batch that DuckDB's sort returns."""
 MOST_SOURCES = 4
-"""Maximum number of artifacts whose rows a table may keep by reference; with more, all rows are copied."""
+"""Maximum number of artifacts whose rows a table may keep by reference. With more, all rows are copied."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Pieces:
     source_shards: tuple[tuple[Stored | None, ...], ...] = ()
     """For each source, its own files by shard."""
     ranges: bool = False
-    """True if the pieces have disjoint ranges of keys, so that they can be shards."""
+    """True if the pieces have disjoint key ranges, so that they can be shards."""
 
 
 class Made(NamedTuple):
@@ -62,7 +61,7 @@ class Made(NamedTuple):
 
 
 def finish(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
-    """Return the table made of `pieces`: as unchanged shards, with referenced rows copied, or merged, by jobs that `mapper` runs."""
+    """Return the table made from `pieces`: as unchanged shards, with referenced rows copied, or merged, by jobs that `mapper` runs."""
     schema = table_schema(pieces.table)
     staged = [one for one in pieces.staged if one.shard.rows]
     raw = sum(one.shard.bytes for one in staged)
@@ -77,7 +76,7 @@ def finish(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
             staged, sources = list(mapper(_written_anew, jobs)), ()
         return _record(schema, staged, staged[0].cut, sources)
     if refers:
-        raise PunaError(f"table {pieces.table}: rows kept by reference were written together with others; write it in one transform")
+        raise PunaError(f"table {pieces.table}: rows kept by reference were mixed with others; write it in one transform")
     if same and (len(staged) == 1 and (small or pieces.ranges)):
         return _record(schema, [replace(staged[0], number=0, cut=1)], 1, ())
     if same and pieces.ranges and not small and (sequence := _in_order(staged)) is not None:
@@ -96,7 +95,7 @@ def _write_anew(pieces: Pieces, staged: list[Staged]) -> bool:
 
 
 def _record(schema: TableSchema, staged: Sequence[Staged], cut: int, sources: tuple[Source, ...]) -> Made:
-    """Return the finished table of these shards, with the names of the table's files in the artifact."""
+    """Return the finished table of these shards, with the names of its files in the artifact."""
     count = cut or len(staged)
     by_number = {one.number: one for one in staged}
     columns = staged[0].columns if staged else {f.name: str(f.type) for f in schema.schema}
@@ -154,7 +153,7 @@ def _merge(job: tuple[str, list[Staged], int, Staging]) -> list[Staged]:
 
 
 def _sort(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema, files: Files, temporary: Path) -> Stream:
-    """Return the rows of all pieces in key order: piece after piece if the pieces' key ranges are disjoint, else sorted by DuckDB."""
+    """Return the rows of all pieces in key order: piece after piece if their key ranges are disjoint, else sorted by DuckDB."""
     sequence = _in_order(staged)
     if sequence is not None:
         pieces = (rows for one in sequence for shard in [one.rows(files)] for a, b in shard.pieces() for rows in [shard.read(a, b)])
@@ -169,7 +168,7 @@ def _sort(stack: contextlib.ExitStack, staged: list[Staged], schema: TableSchema
 
 
 class Balance(NamedTuple):
-    """The shards of a filter's input (`came`), and of its outputs, kept and dropped rows (`went`)."""
+    """The shards of a filter's input (`came`), and those of its outputs, kept and dropped rows (`went`)."""
 
     came: list[ShardRows]
     went: list[ShardRows]
@@ -206,7 +205,7 @@ def shard_rows(pieces: Pieces, made: Made, staging: Staging) -> list[ShardRows]:
 
 @cache
 def empty(name: str) -> bytes:
-    """Return the bytes of the Parquet file of a table without rows, which has the columns of the table's schema."""
+    """Return the bytes of the Parquet file for a table without rows, with the columns of the table's schema."""
     buffer = pa.BufferOutputStream()
     shards.write_rows(buffer, table_schema(name).schema.empty_table())
     return bytes(buffer.getvalue())
@@ -224,7 +223,7 @@ def pattern(file: str) -> str:
 
 
 def connect(file: str = ":memory:", read_only: bool = False, **config: str | bool | int | float | list[str]) -> duckdb.DuckDBPyConnection:
-    """Return a connection to a DuckDB database without a progress bar, which would fill a server's log."""
+    """Return a connection to a DuckDB database without a progress bar, which would fill server logs."""
     return duckdb.connect(file, read_only=read_only, config=config).execute("set enable_progress_bar = false")
 
 

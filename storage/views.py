@@ -1,7 +1,6 @@
 """SQL over a store's tables: for each table a view of all artifacts and a view of the newest one, a view per alias, and macros.
 
-The same queries define views in memory (`catalog`), and in a file for any DuckDB client (`database`).
-"""
+The same queries define views in memory (`catalog`) and in a file for any DuckDB client (`database`)."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from puna.storage.store import Store
 from puna.storage.tables import literal, pattern
 
 NEWEST = "newest"
-"""Name of the SQL schema whose views have only one artifact's rows: the newest of the kind or, for side tables, with the table."""
+"""Name of the SQL schema whose views have the rows of only one artifact: the newest of the kind or, for side tables, with the table."""
 ADDRESSES = "addresses"
-"""Name of the view of all pages' and documents' addresses."""
+"""Name of the view of all URLs of pages and documents."""
 
 
 def _facts(*columns: pa.Field) -> pa.Schema:
@@ -39,37 +38,37 @@ _RUN = column("run", pa.string(), "name of the run")
 FACTS: dict[str, pa.Schema] = {
     "artifacts": _facts(
         _KEY, _KIND, _STAGE, column("rows", pa.int64(), "rows of its main table"),
-        column("bytes", pa.int64(), "size of its files", "bytes"), column("seconds", pa.float64(), "time that making it took", "seconds"),
+        column("bytes", pa.int64(), "size of its files", "bytes"), column("seconds", pa.float64(), "time it took to make it", "seconds"),
         column("created_at", pa.string(), "when it was made", "ISO 8601"), column("run", pa.string(), "run that made it"),
         column("project", pa.string(), "project of that run"), _DIGEST,
         column("code_version", pa.string(), "hash of the code that its stage reaches"),
         column("config", pa.string(), "the stage's configuration", "JSON"), column("seed", pa.int64(), "seed of its random numbers"),
-        column("suspect", pa.string(), "why its content is not established; null: it is"),
+        column("suspect", pa.string(), "why the artifact is suspect; null: it is not"),
     ),
     "lineage": _facts(
-        _KEY, column("input", pa.string(), "key of an artifact that it was made of, or address of a file"),
+        _KEY, column("input", pa.string(), "key of an artifact it was made from, or address of a file"),
         column("name", pa.string(), "name of the stage's input"), column("kind", pa.string(), "kind of the input; external: a file"),
         column("data_digest", pa.string(), "digest of the input's content"),
     ),
     "metrics": _facts(
-        _KEY, _STAGE, column("name", pa.string(), "what was measured"), column("value", pa.float64(), "the number; null for a word"),
+        _KEY, _STAGE, column("name", pa.string(), "name of the metric"), column("value", pa.float64(), "numeric value; null for text"),
         column("text", pa.string(), "the value as text"),
     ),
     "aliases": _facts(
-        column("alias", pa.string(), "[PROJECT/]NAME@VERSION, as inputs take it"), column("project", pa.string(), "its project"),
+        column("alias", pa.string(), "[PROJECT/]NAME@VERSION, as used for inputs"), column("project", pa.string(), "its project"),
         _KEY, _KIND,
     ),
     "runs": _facts(
-        _RUN, column("flow", pa.string(), "flow or stage that was run"), column("project", pa.string(), "whose aliases it read and set"),
+        _RUN, column("flow", pa.string(), "flow or stage that was run"), column("project", pa.string(), "project of its aliases"),
         column("state", pa.string(), "finished, failed, stopped, crashed or at work"),
-        column("error", pa.string(), "why it failed"), column("opened", pa.string(), "when it began", "ISO 8601"),
-        column("closed", pa.string(), "when its last event was", "ISO 8601"), column("recipe", pa.string(), "recipe that was named"),
-        column("changes", pa.string(), "what was changed in it", "JSON list"), column("command", pa.string(), "the command line"),
+        column("error", pa.string(), "error message"), column("opened", pa.string(), "when it began", "ISO 8601"),
+        column("closed", pa.string(), "time of its last event", "ISO 8601"), column("recipe", pa.string(), "name of the recipe"),
+        column("changes", pa.string(), "changes to the recipe", "JSON list"), column("command", pa.string(), "the command line"),
         column("commit", pa.string(), "commit of the program"),
     ),
     "steps": _facts(
         _RUN, column("step", pa.string(), "name of the step"), _STAGE, _KIND, _KEY,
-        column("reused", pa.bool_(), "whether the artifact was there before"),
+        column("reused", pa.bool_(), "whether the artifact already existed"),
         column("seconds", pa.float64(), "time in this run", "seconds"),
     ),
 }  # fmt: skip
@@ -118,7 +117,7 @@ class Views:
     use: Callable[[list[str]], object] = len
 
     def names(self) -> list[str]:
-        """Return the names of all views as SQL writes them (aliases in double quotes); the views of tables come first."""
+        """Return the names of all views, quoted as in SQL (aliases in double quotes); the views of tables come first."""
         newest, aliased = (f"{NEWEST}.{name}" for name in TABLES), (f'"{alias}"' for alias in self._by_alias())
         return [*TABLES, ADDRESSES, *newest, *aliased, *DERIVED]
 
@@ -137,7 +136,8 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Return SQL for the ids and addresses of all pages and documents. Skip artifacts made from other such ones: they keep both."""
+        """Return SQL for the ids and URLs of all pages and documents. Artifacts made from other pages or documents add none and are
+        skipped."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
         first = [one for one in texts.values() if not any(source["input"] in texts for source in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]
@@ -151,7 +151,7 @@ class Views:
         return {alias: one for alias, one in aliases.items() if several[alias.lower()] == 1}
 
     def _rows(self, table: str, having: list[Entry]) -> str:
-        """Return SQL for the rows of one table of the artifacts `having`, with the artifacts' keys in the column `artifact`."""
+        """Return SQL for the rows of a table in the artifacts `having`, with the artifact's key in the column `artifact`."""
         queries = []
         own = [one for one in having if not one["tables"][table]["sources"]]
         plain = [f"{place_of(one['kind'], one['key'])}/{file}" for one in own for file in one["tables"][table]["files"]]
@@ -165,20 +165,20 @@ class Views:
         return " union all by name ".join(queries) if queries else f"select null::varchar as artifact, {columns} where false"
 
     def _selection(self, key: str, shards: list[ShardRows]) -> list[str]:
-        """Return SQL queries for a table with rows kept by reference: for shards with their own files, and for shards with order files."""
+        """Return SQL queries for a table with rows kept by reference: for shards with only own files, and for shards with order files."""
         whole = [s.stored[0].name for s in shards if s.rows and s.order is None and s.stored[0] is not None]
         links = [(s.order.name, n, file.name) for s in shards if s.rows and s.order for n, file in enumerate(s.stored) if file is not None]
         queries = [f"select {literal(key)} as artifact, * from {self._parquet(whole)}"] if whole else []
         if links:
             files = list(dict.fromkeys(file for _, _, file in links))
             orders = list(dict.fromkeys(order for order, _, _ in links))
-            # The file and row number of each row of an order; files are numbers, because long names join slowly.
+            # The file and row number of each row in an order; files are numbers, because long names join slowly.
             meant = ", ".join(f"({orders.index(order) + 1}, {number}, {files.index(file) + 1})" for order, number, file in links)
             same = f"{_number('o', orders)} = n.ordering and n.source = o.source"
             order_rows = self._parquet(orders, "filename")
             places = f"select n.file, o.row from {order_rows} o join (values {meant}) n(ordering, source, file) on {same}"
             rows = self._parquet(files, "filename", "file_row_number")
-            # A row is stored once, so this equals a semi join; as a join, it may begin at the few rows that a filter leaves.
+            # Each row is stored once, so this equals a semi join; as a join, it may start from the few rows that a filter leaves.
             queries.append(
                 f"select {literal(key)} as artifact, t.* exclude (filename, file_row_number) from {rows} t "
                 f"join ({places}) p on p.file = {_number('t', files)} and p.row = t.file_row_number"
@@ -193,7 +193,7 @@ class Views:
 
 
 def _number(table: str, names: list[str]) -> str:
-    """Return SQL for the position in `names`, from 1, of the file that a row of `table` is from."""
+    """Return SQL for the position in `names`, from 1, of the file that contains a row of `table`."""
     name = rf"regexp_extract({table}.filename, '.*(objects/[a-z]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}/.*)$', 1)"
     return f"list_position([{', '.join(map(literal, names))}], {name})"
 

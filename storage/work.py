@@ -35,7 +35,7 @@ from puna.storage.tables import Made, Mapper, Pieces
 
 INPUTS = "inputs.json"
 LOGS = "runs/held-"
-"""Prefix of the names of logs with keys that live processes use; `gc` keeps the artifacts with these keys."""
+"""Prefix of the names of logs with the keys that live processes use; `gc` keeps the artifacts with these keys."""
 WITHOUT_TABLE = {"tokenizer", "model", "classifier"}
 
 
@@ -70,7 +70,7 @@ class Work:
         self.cut = 0
         """Number of shards of the corpus that the artifact's rows belong to; 0: no corpus."""
         self.ranges: set[str] = set()
-        """Names of tables whose pieces have disjoint ranges of keys, so that the pieces can be shards."""
+        """Names of tables whose pieces have disjoint key ranges, so that the pieces can be shards."""
         self._claimed: dict[str, list[Staged]] = {}
         self._made: dict[str, Made] | None = None
         self.shift = 0
@@ -82,13 +82,13 @@ class Work:
         self.files.write(f"{self.place}/{INPUTS}", json.dumps([i.key for i in inputs if i.kind != "external"]).encode(), lasting=False)
 
     def add(self, table: str, rows: pa.Table, name: str) -> None:
-        """Write and claim rows as part `name` of a table, after a check against the table's schema."""
+        """Write and claim rows as part `name` of a table, after checking them against the table's schema."""
         with Outputs(self.staging, f"{table}-{name}") as outputs:
             outputs.add(table, rows)
             self.claim(outputs.finish())
 
     def earlier(self, job: str) -> list[Staged] | None:
-        """Return the tables that an earlier attempt at a job wrote; None if there are none, or after a warning if they are damaged."""
+        """Return the tables that an earlier attempt at a job wrote; None if there are none or, after a warning, if they are damaged."""
         try:
             return self.staging.earlier(job)
         except Damaged as damaged:
@@ -96,10 +96,10 @@ class Work:
             return None
 
     def say(self, damaged: str) -> None:
-        warnings.warn(f"{damaged}, left by an earlier attempt, is damaged: it is made again", stacklevel=2)
+        warnings.warn(f"{damaged}, left by an earlier attempt, is damaged; it is made again", stacklevel=2)
 
     def claim(self, staged: Iterable[Staged]) -> None:
-        """Make a job's tables, of this attempt or an earlier one, part of the artifact."""
+        """Make a job's tables, from this attempt or an earlier one, part of the artifact."""
         for one in staged:
             self._claimed.setdefault(table_schema(one.table).name, []).append(one)
 
@@ -109,7 +109,7 @@ class Work:
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
         """Return for each shard the facts files of `documents`, if it has own rows, and its sources, numbered from 1 (0: new rows); None if
-        rows cannot be kept by reference. Set `shift`, which the caller adds to the source numbers that `documents` has."""
+        rows cannot be kept by reference. Set `shift`, which the caller adds to the source numbers of `documents`."""
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
@@ -163,11 +163,11 @@ class Work:
         return tables.shard_rows(self._pieces(table, kind), self.finish_tables(kind)[table], self.staging)
 
     def discard(self) -> None:
-        """Remove the work folder. For use when the artifact already exists or the parts must not be committed."""
+        """Remove the work folder, if the artifact already exists or the parts must not be committed."""
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
-        """Finish the tables, publish all files with the manifest last, and return the artifact. Remove the work folder. Of two writers of
+        """Finish the tables, publish all files with the manifest last, remove the work folder, and return the artifact. Of two writers of
         one key the first wins; the second gets the first one's artifact. A main table with texts adds the metric `characters`."""
         tables_made = self.finish_tables(kind)
         content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
@@ -203,9 +203,9 @@ class Work:
         for path in sorted(self.output.rglob("*")):
             name = str(path.relative_to(self.output))
             if name == NAME:
-                raise PunaError(f"{path}: this is the manifest's name; the stage must give its file another name")
+                raise PunaError(f"{path}: this name is reserved for the manifest; the stage must give its file another name")
             if path.is_symlink():
-                raise PunaError(f"{path}: is a link, and what it points to may go; the stage has to write the file itself")
+                raise PunaError(f"{path}: is a link, whose target may disappear; the stage must write the file itself")
             if name in taken or name.removesuffix(".parquet") in names:
                 raise PunaError(f"{path}: a file of the stage has the name of one of its tables; give the file another name")
             sync(path)
@@ -216,12 +216,12 @@ class Work:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file so that it exists whole or not at all, even after a loss of power."""
+    """Write a small file completely or not at all; it survives a power failure."""
     write_bytes(file, text.encode())
 
 
 def write_array(file: Path, array: npt.NDArray[Any]) -> None:
-    """Write an array as .npy so that it exists whole or not at all after a crash of the process."""
+    """Write an array as .npy, completely or not at all if the process crashes."""
     temporary = file.with_name(f".{os.getpid()}-{file.name}")
     np.save(temporary, array)
     os.replace(temporary, file)
@@ -247,7 +247,7 @@ class Holding:
                 self._keys.update(new)
 
     def release(self) -> None:
-        """Give up all keys. If the store can no longer be written, the lease expires with the process."""
+        """Release all keys. If the store can no longer be written, the lease expires with the process."""
         with self._guard, contextlib.suppress(OSError, PunaError):
             if self._keys:
                 self._lease.close()
@@ -256,13 +256,13 @@ class Holding:
 
 
 def drop(files: Files, name: str) -> None:
-    """Remove the log and the lease of a process that has ended or needs no keys any more. `name`: the name of its `Holding`."""
+    """Remove the log and the lease of a process that has ended or no longer needs any keys. `name`: the name of its `Holding`."""
     files.remove(f"{LOGS}{name}")
     files.remove(f"{LOCKS}/held-{name}")
 
 
 def scan_holdings(files: Files, but: str) -> tuple[set[str], list[str]]:
-    """Return the keys that live processes use, and the `Holding` names of dead processes. `but`: a name to skip, the caller's own."""
+    """Return the keys that live processes use, and the `Holding` names of dead processes. `but`: the caller's own name, to skip."""
     keys: set[str] = set()
     dead = []
     for log in files.list("runs"):

@@ -82,7 +82,7 @@ def write_project(folder: Path) -> list[Path]:
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":
         raise PunaError(f"new {folder}: the name is the package's: lower-case letters, digits and _, for example my_rules")
     if folder.exists():
-        raise PunaError(f"new {folder}: exists already; choose another name")
+        raise PunaError(f"new {folder}: already exists; choose another name")
     part = folder.with_name(f".{name}.{os.getpid()}")
     try:
         for template in TEMPLATES.rglob("*.txt"):

@@ -182,19 +182,19 @@ def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def _rung(shape: ModelConfig, rows: int, rate: float, row: int, config: LadderConfig, points: slice = slice(None)) -> Rung:
-    """Return a shape's rung; raise PunaError if no point is within `max_flops`, or the first point has too few steps."""
+    """Return a shape's rung. Raise PunaError if no point is within `max_flops`, or if the first point has too few steps."""
     parameters = matrix_parameters(shape)
     tokens = [multiple * config.tokens_per_parameter * parameters for multiple in config.multiples[points]]
     within = [one for one in tokens if config.max_flops is None or 6 * parameters * one <= config.max_flops]
     steps = tuple(round(one / (rows * row)) for one in within)
     where = f"ladder: width {shape.hidden_size} ({parameters:,} parameters)"
     if not steps:
-        raise PunaError(f"{where} needs {6 * parameters * tokens[0]:.2g} operations for its shortest run, above max_flops="
-                        f"{config.max_flops:.2g}; leave the width out, or raise max_flops")  # fmt: skip
+        raise PunaError(f"{where} needs {6 * parameters * tokens[0]:.2g} FLOPs for its shortest run, more than max_flops="
+            f"{config.max_flops:.2g}; leave the width out, or raise max_flops")  # fmt: skip
     if steps[0] < FEWEST_STEPS:
         raise PunaError(
             f"{where} on {within[0]:,.0f} tokens has {steps[0]} steps of {rows} rows of {row} tokens, below {FEWEST_STEPS}: its loss would "
-            "say nothing of longer runs; take fewer rows, wider models, a larger first multiple or more tokens_per_parameter"
+            "not predict longer runs; use fewer rows, wider models, a larger first multiple or more tokens_per_parameter"
         )
     return Rung(shape, rows, rate, steps)
 
@@ -232,7 +232,7 @@ def _decay(
     trunk: Transformer, reader: Reader, first: int, last: int, rung: Rung, seed: int, config: LadderConfig, moments: Any,
     sets: dict[str, list[Any]], questions: list[Question], flops: float, state: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a copy of the trunk while the rate falls to 0; return the FLOPs of both, the losses and the accuracy. `flops`: the trunk's."""
+    """Train a copy of the trunk while the learning rate falls to 0. Return both runs' FLOPs, losses and accuracy. `flops`: the trunk's."""
     from puna.models.training.trainer import computing_in
 
     size = config.compute.micro_batch_tokens
@@ -251,7 +251,7 @@ def _train(
     model: Transformer, reader: Reader, first: int, last: int, schedule: ScheduleSettings, rung: Rung, seed: int, config: LadderConfig,
     state: Path, moments: Any,
 ) -> float:  # fmt: skip
-    """Train on the steps first + 1 .. last; return the number of FLOPs."""
+    """Train on the steps first + 1 to last; return the number of FLOPs."""
     settings = TrainConfig(steps=last - first, schedule=schedule, optimizer=config.optimizer, compute=config.compute)
     size, what = config.compute.micro_batch_tokens, f"a model of width {rung.shape.hidden_size} at rate {rung.rate:.3g}"
 
@@ -262,7 +262,7 @@ def _train(
 
 
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
-    """Return `wanted` questions: does a held-out text continue unchanged, or with two parts swapped? Raise PunaError if there are fewer."""
+    """Return `wanted` questions: does a held-out text continue unchanged, or with two parts swapped? PunaError if there are too few."""
     generator, questions = np.random.default_rng(0), list[Question]()
     size, part = PROMPT_TOKENS + OPTION_TOKENS, OPTION_TOKENS // PARTS
     starts = [(piece, start) for piece in pieces for start in range(0, len(piece) - size + 1, size)]
@@ -278,12 +278,12 @@ def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
         if len(wrong) >= 3 and len(questions) < wanted:
             questions.append((piece[start : start + PROMPT_TOKENS].tolist(), [right.ravel().tolist(), *wrong[:3]]))
     if len(questions) < wanted:
-        raise PunaError(f"ladder: the documents set aside give {len(questions)} questions, not {wanted}; raise validation_tokens")
+        raise PunaError(f"ladder: the held-out documents give only {len(questions)} of {wanted} questions; raise validation_tokens")
     return questions
 
 
 def _answer(model: Transformer, questions: Sequence[Question], micro_batch_tokens: int) -> tuple[float | None, float | None]:
-    """Return the mean loss of the right options in nats per token, and the share of questions answered right; None without questions."""
+    """Return the mean loss of the right options in nats per token, and the share of correct answers; None without questions."""
     import torch
 
     from puna.models.training.objectives.base import Targets, target_logprobs

@@ -17,20 +17,20 @@ from puna.storage import Artifact, PunaError
 
 
 class LawConfig(SeededConfig):
-    """Settings of a scaling law: the loss that it predicts, and the bootstrap draws of its intervals."""
+    """Settings of a scaling law: the loss that it predicts, and the bootstrap for its intervals."""
 
-    heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or a `heldout` artifact's id")
+    heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or the id of a `heldout` artifact")
     draws: int = Field(200, ge=100, le=100_000, description="Number of bootstrap draws for an interval")
 
 
 @stage(kind="evaluation")
 def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
-    """Find a ladder's scaling law: loss as a function of parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
+    """Find the scaling law of a ladder: loss as a function of parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
-    Two surfaces are fitted to all points, and the better fit is taken: E + A / N^a + B / D^b, or one where the scarcer of parameters and
-    tokens limits the loss (Kaplan et al. 2020). For a budget that three shapes reach, an IsoFLOP parabola gives the best number of
-    parameters. The loss of the questions' right options has its own surface, and accuracy is a sigmoid of that loss. To test the method,
-    known budgets are forecast from points of lower budgets. Several ladders are fitted together.
+    Two surfaces are fitted to all points, and the one with the better fit is used: E + A / N^a + B / D^b, or one where the scarcer of
+    parameters and tokens limits the loss (Kaplan et al. 2020). For a budget with at least three shapes, an IsoFLOP parabola gives the best
+    number of parameters. The loss of the questions' right options has its own surface; accuracy is a sigmoid of that loss. To test the
+    method, known budgets are forecast from the points of lower budgets. Several ladders are fitted together.
     """
     rows = read_points(ladders, config, run)
     run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
@@ -50,11 +50,11 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
 
 
 def read_points(artifacts: Sequence[Artifact], config: LawConfig, run: StageRun) -> list[dict[str, Any]]:
-    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if there are too few for a law."""
+    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if they are too few for a law."""
     for artifact in artifacts:
         if "points" not in artifact.tables:
-            raise PunaError(f"{artifact.id} has no table `points`: give an artifact of the stage ladder, not of {artifact.manifest.stage}")
-    # The points of an earlier ladder lack a column that its settings have.
+            raise PunaError(f"{artifact.id} has no table `points`; give an artifact of the stage ladder, not of {artifact.manifest.stage}")
+    # The points of an older ladder may lack a column of a newer setting.
     settings = [{name: value for name, value in one.manifest.config.items() if name == "decay_share"} for one in artifacts]
     every = [row | own for own, artifact in zip(settings, artifacts, strict=True) for row in artifact.read("points").to_pylist()]
     rows: list[dict[str, Any]] = [row for row in every if row["heldout"] == config.heldout]
@@ -114,7 +114,8 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
 
 
 def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list[tuple[Any, float]]) -> Figure:
-    """Return a figure of small runs' losses, known budgets' forecasts, the law at the best sizes up to `flops`, and series `further`."""
+    """Return a figure with losses of small runs, forecasts of known budgets, the law at the best sizes up to `flops`, and series
+    `further`."""
     points, law = forecaster.points, [(budget, loss) for budget, _, loss in _best_sizes(forecaster, flops)]
     forecasts = [(test.flops, test.predicted) for test in forecaster.backtests]
     series: dict[str, list[tuple[Any, float]]] = {
@@ -125,7 +126,7 @@ def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list
 
 
 def _best_sizes(forecaster: Forecaster, flops: float) -> list[tuple[float, float, float]]:
-    """Return (budget, best number of parameters, loss) by the law, for budgets up to `flops`."""
+    """Return (budget, best number of parameters, loss) according to the law, for budgets up to `flops`."""
     points = forecaster.points
     cost = (points.flops / points.parameters / points.tokens).mean()
     sizes = np.geomspace(points.parameters.min() / 4, points.parameters.max() * 4 * flops / points.flops.max(), 300)
@@ -154,7 +155,7 @@ def _parabola_figure(lines: Sequence[Parabola], forecaster: Forecaster, run: Sta
 
 
 def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Sigmoid]:
-    """Return the surface of the right options' loss, and the sigmoid that turns this loss into accuracy."""
+    """Return the surface of the right options' loss, and the sigmoid that maps this loss to accuracy."""
     points = points_of(rows, "task_loss")
     accuracy = [row["accuracy"] for row in rows]
     surface = scaling_laws.fit_surfaces(points.parameters, points.tokens, points.loss[None])
@@ -162,7 +163,7 @@ def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Si
 
 
 def with_accuracy(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the points of those runs that were asked questions."""
+    """Return the points of runs with multiple-choice questions."""
     return [row for row in rows if row["accuracy"] is not None]
 
 

@@ -1,4 +1,4 @@
-"""Proxy training runs on trial mixtures of categories, and the mixture that they recommend."""
+"""Small proxy runs on trial mixtures of categories, and the mixture that they recommend."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ PROXY = SHAPE.replace(
 
 
 class MixExperimentConfig(SeededConfig):
-    """Settings of the proxy runs, and bounds of the mixture."""
+    """Settings of the proxy runs, and bounds on the mixture."""
 
-    categories: int = Field(4, ge=2, le=12, description="Number of categories: the largest ones, and the others together as one")
-    trials: int = Field(12, ge=4, le=500, description="Mixtures to try; at least two more than categories")
-    min_share: float = Field(0.05, ge=0, lt=0.5, description="Minimum share of a category, tried and recommended (0 to 1)")
+    categories: int = Field(4, ge=2, le=12, description="Number of categories: the largest ones, and all others together as one")
+    trials: int = Field(12, ge=4, le=500, description="Number of trial mixtures; at least two more than categories")
+    min_share: float = Field(0.05, ge=0, lt=0.5, description="Minimum share of a category, in trials and in the recommendation (0 to 1)")
     max_share: float = Field(0.7, gt=0, le=1, description="Maximum recommended share of a category (0 to 1)")
     max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum passes over a category's text per pass over the whole text")
     divergence_weight: float = Field(
-        0.01, ge=0, le=10, description="Loss reduction required per nat of divergence from the natural mixture, nats per token"
+        0.01, ge=0, le=10, description="Minimum loss reduction per nat of divergence from the natural mixture, nats per token"
     )
     target: dict[str, float] = Field(default_factory=dict, description="Category → weight of its loss in the objective; default: 1")
-    model: ModelShape = Field(PROXY, description="Sizes of the proxy model")
+    model: ModelShape = Field(PROXY, description="Shape of the proxy model")
     phase: Phase = Field(
         Phase(name="proxy", steps=300, rows_per_step=1, schedule=ScheduleSettings(learning_rate=1.5e-2, warmup_steps=0.1)),
         description="Training of each proxy",
@@ -53,14 +53,14 @@ class MixExperimentConfig(SeededConfig):
         3, ge=2, le=100, description="Seeds to compare the natural and the recommended mixture; the recommended one is used only if the "
         "95 % interval of its mean gain is above 0"
     )  # fmt: skip
-    sequence_length: int = Field(256, ge=8, description="Tokens of a row")
-    document_tokens: int = Field(1024, ge=8, description="Tokens read from each document's beginning: few tokens then hold many documents")
+    sequence_length: int = Field(256, ge=8, description="Tokens per row")
+    document_tokens: int = Field(1024, ge=8, description="Tokens read from each document's beginning; fewer tokens cover more documents")
     heldout_tokens: int = Field(8_000, ge=100, description="Held-out tokens of each category to measure the loss on")
 
     @model_validator(mode="after")
     def _design_is_possible(self) -> MixExperimentConfig:
         if self.trials < self.categories + 2:
-            raise ValueError(f"{self.trials} trials cannot show how {self.categories} categories act; take {self.categories + 2} at least")
+            raise ValueError(f"{self.trials} trials cannot show how {self.categories} categories act; use at least {self.categories + 2}")
         if self.min_share * self.categories >= 1 or self.max_share * self.categories < 1:
             between = f"min_share={self.min_share} and max_share={self.max_share}"
             raise ValueError(f"no mixture of {self.categories} categories lies between {between}")
@@ -74,11 +74,11 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex. Two surrogates fit each category's held-out
     loss: a law of the shares, and a Gaussian process over the shares' square roots. They are weighted by their errors on left-out mixtures
-    (`left_out_error`). The recommended shares minimise the categories' weighted loss plus a penalty on divergence from the natural mixture.
-    The recommended mixture is then trained against the natural one with `repeats` seeds. The table `weights` has the recommended shares
-    if the 95 % interval of the gain (Student's t over the seeds) is above 0, else the natural shares; see the metric `mixture_used`.
+    (`left_out_error`). The recommended shares minimise the weighted loss of the categories plus a penalty on divergence from the natural
+    mixture. Both mixtures are then compared in training runs with `repeats` seeds. The table `weights` has the recommended shares if the 95
+    % interval of the gain (Student's t over the seeds) is above 0, else the natural shares; see the metric `mixture_used`.
 
-    Proxies are measured on pages of the split's training documents that they never read; the split's held-out documents are not used.
+    Losses are measured on training documents of the split that no proxy reads; the split's held-out documents are not used.
     """
     check_mixture(run, documents, split)
     vocabulary = tokenizer_of(tokenizer)
@@ -134,7 +134,7 @@ def _recommend(
 
 
 def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Floats:
-    """Return the weights of the groups' losses, scaled to sum to 1. PunaError if a group is unknown, a weight negative, or all are 0."""
+    """Return the weights of the groups' losses, scaled to sum to 1. PunaError for an unknown group, a negative weight, or only zeros."""
     names = [group.name for group in groups]
     if unknown := sorted(set(given) - set(names)):
         raise PunaError(f"mix_experiment.target: {unknown[0]!r} is not among the categories {', '.join(names)}")

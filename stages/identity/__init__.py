@@ -1,1 +1,1 @@
-"""The code identity of a stage, which an artifact's key covers."""
+"""The code identity of a stage, which is part of an artifact's key."""

@@ -1,4 +1,4 @@
-"""Top-level bindings of modules: the statements behind each name, and the imports, in the source that this process read."""
+"""Top-level bindings of modules: the statements behind each name, and the imports, in the source that this process has read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Module:
     _canonical: dict[int, tuple[ast.AST, list[ast.AST]]] = field(default_factory=dict)
 
     def canonical(self, node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-        """Return `canonical(node)`, computed once: one statement may bind several names."""
+        """Return the cached `canonical(node)`, since one statement may bind several names."""
         if id(node) not in self._canonical:
             self._canonical[id(node)] = canonical(node)
         return self._canonical[id(node)]
@@ -51,7 +51,7 @@ def load(name: str) -> Module:
         return _at(name, file, stat.st_mtime_ns, stat.st_size, sources.source_digest(file))
     cells = notebook() if name == "__main__" else ""
     if not cells:
-        raise PunaError(f"module {name}: its source is kept nowhere; declare the stage in a file, or give it version=")
+        raise PunaError(f"module {name}: its source is not available; declare the stage in a file, or give it version=")
     return _parse(name, Path("notebook"), cells)
 
 
@@ -72,7 +72,7 @@ def is_followed(origin: str) -> bool:
     return top == "puna" or (top not in sys.stdlib_module_names and source_file(top) is not None)
 
 
-# Python 3.11 keeps one depth counter for the trees of all threads: parsing in two threads at once raises a mismatch error.
+# Python 3.11 has one depth counter for parsing in all threads: two threads that parse at once raise a mismatch error.
 _PARSING = threading.Lock()
 
 
@@ -94,7 +94,7 @@ def _parse(name: str, file: Path, content: str) -> Module:
         # A conditional import counts like a definition.
         for symbol in sorted(bound(node)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
-                module.symbols[symbol] = []  # a later definition replaces an earlier one: a notebook's cell that was run again
+                module.symbols[symbol] = []  # a later definition replaces an earlier one, as when a notebook cell is run again
             module.symbols.setdefault(symbol, []).append(node)
         for inner in nodes:
             mentions = [inner] if isinstance(inner, ast.Expr) else getattr(inner, "decorator_list", [])

@@ -1,11 +1,10 @@
 """The version of a stage's code: a hash over the syntax trees of all first-party code that it reaches.
 
 The analyser follows the names in the stage's function and configuration, through imports (also inside functions). It reaches functions,
-classes and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations (but for arguments of `Annotated`),
-bounds in `Field`, error texts, local names, formatting and module names do not count. A tensor operation counts by its reference and by
-the version in its module's `NUMERICS` (`tests/identity/numerics.py` compares the bits). Opened data files and the versions of libraries
-count. The contract and the store do not affect content and are not followed; `FORMAT`, here and in the manifest, represents them.
-"""
+classes and constants of Puna, of plugins and of a user's modules. Comments, docstrings, annotations (except arguments of `Annotated`),
+bounds in `Field`, error messages, local names, formatting and module names do not count. A tensor operation counts by its reference and by
+the version in its module's `NUMERICS` (`tests/identity/numerics.py` compares the bits). Data files that the code opens and library versions
+count. The contract and the store do not affect content and are not followed; `FORMAT`, here and in the manifest, stands for them."""
 
 from __future__ import annotations
 
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     from puna.stages.contract.declaration import Stage
 
 FORMAT = 1
-"""The version of the contract: the inputs of stages, and how parts are cut and joined. A change changes every key."""
+"""The version of the contract: what inputs stages get, and how parts are cut and joined. Changing it changes every key."""
 Name = tuple[str, str]
 OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")
 
 
 def symbols(stage: Stage, named: Iterable[Name] = ()) -> dict[str, str]:
-    """Return name → hash of all code that affects a stage's output (or its `version`). `named`: further symbols, from the configuration."""
+    """Return name → hash of all code that affects a stage's output (or its `version`). `named`: symbols that the configuration names."""
     return reach(*named) | {"version": stage.version} if stage.version else reach(*_roots(stage), *named)
 
 
 def check_unedited(stage: Stage, named: Iterable[Name] = ()) -> None:
-    """Raise PunaError if a file that the stage reaches changed since this process read it."""
+    """Raise PunaError if a file that the stage reaches has changed since this process read it."""
     sources.check(_reach(*([] if stage.version else _roots(stage)), *named).files)
 
 
@@ -52,14 +51,14 @@ def _roots(stage: Stage) -> tuple[Name, Name]:
 
 def reach(*roots: Name) -> dict[str, str]:
     """Return `module.symbol` → hash of these symbols (module, name) and of all symbols that they reach, `module:path` → hash of data files,
-    and `library:name` → version. A key depends only on `contract`, the contract's version, and `meaning`, one hash of all the others
-    without module names.
+    and `library:name` → version. A key uses only `contract`, the contract's version, and `meaning`, one hash of everything else without
+    module names.
     """
     reach = _reach(*roots)
     hashes = {"contract": str(FORMAT), **reach.symbols}
     data = []
     for name, file in reach.data:
-        # The stage may have read the file before, and cached it.
+        # The stage may have read the file earlier, and cached it.
         sources.check([file])
         hashes[name] = sources.source_digest(file)
         data.append((os.path.basename(file), hashes[name]))
@@ -93,7 +92,7 @@ class Followed:
     def meaning(self, roots: Iterable[Name]) -> str:
         """Return one hash of all reached statements and of the symbols that their names refer to.
 
-        Symbols are distinguished like states of a minimal automaton (Hopcroft 1971, as colour refinement). A symbol's first colour is its
+        Symbols are told apart like the states of a minimal automaton (Hopcroft 1971, as colour refinement): a symbol's first colour is its
         text; each round adds the colours of the symbols that it uses, in order, until no colour splits. Module names do not count.
         """
         edges = {
@@ -108,7 +107,7 @@ class Followed:
         return _hash([*sorted(colours[end] for root in roots for end in self._ends(root)), "", *sorted(set(colours.values()))])
 
     def _ends(self, target: Target, through: frozenset[Target] = frozenset()) -> list[Name]:
-        """Return the reached symbols to which `target`, a module and a name in it, refers, directly or through imports."""
+        """Return the reached symbols that `target`, a module and a name in it, refers to, directly or through imports."""
         where, what = target
         if what is None or target in through or where.startswith(OUTSIDE):
             return []
@@ -129,7 +128,7 @@ class Followed:
                 if not opened.path.is_dir():
                     yield where, opened.path
                     continue
-                # A file name held in a variable: take the strings in the code that name files of the folder.
+                # If a variable holds the file name, use all strings in the code that name files in the folder.
                 files = [opened.path / word for word in sorted(words) if (opened.path / word).is_file()] if opened.names else []
                 for file in files or data_files.below(opened.path):
                     yield where, file
@@ -159,7 +158,7 @@ def _follow(*roots: Name) -> Followed:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name's binding: the hash of its statements, and all that they use. `uses` are in the order of the text, with repetitions."""
+    """A name's binding: the hash of its statements, and what they use. `uses` are in text order, with repetitions."""
 
     hash: str
     uses: tuple[Name, ...]
@@ -248,7 +247,7 @@ def _names_in(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> 
         if isinstance(inner, ast.Attribute) and (chain := _chain(inner)):
             targets = [_resolve(target, chain[1:]) for target in local.get(chain[0], [])]
             uses.extend(target for target in targets if target is not None)
-            # A conditionally imported module is a symbol too: its name counts with the attribute.
+            # A conditionally imported module is a symbol too: its name counts together with the attribute.
             if targets and None not in targets and chain[0] not in source.symbols:
                 return f"Name(id={chain[-1]!a})"
         elif isinstance(inner, ast.Name):
@@ -290,7 +289,7 @@ def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def _beside(words: Iterable[str], folder: Path) -> Iterator[data_files.Opened]:
-    """Yield the files in `folder`, or in its folder `data`, that a string of the code names."""
+    """Yield the files in `folder`, or in its subfolder `data`, that are named by a string in the code."""
     for word in words:
         for path in (folder / word, folder / "data" / word):
             if path.is_file():

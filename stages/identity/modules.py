@@ -1,4 +1,4 @@
-"""Followed modules and their source files: Puna's, plugins', and the user's."""
+"""Followed modules and their source files: those of Puna, of plugins, and of the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from puna.stages.identity import sources
 
 GROUPS = ("puna.stages", "puna.signals", "puna.rules", "puna.verifiers", "puna.losses", "puna.optimizers", "puna.flows")
-"""The groups of entry points in which packages offer plugins."""
+"""The entry point groups in which packages offer plugins."""
 
 _places: dict[str, Path] = {}
 
@@ -63,7 +63,7 @@ def _search(top: str, rest: list[str]) -> Path | None:
 
 
 def _is_own(top: str, file: Path) -> bool:
-    """True if a module is followed: it is not the standard library's, and it offers plugins or its file is in no site-packages folder."""
+    """True if a module is followed: it is not in the standard library, and it offers plugins or its file is outside site-packages."""
     if top in sys.stdlib_module_names:
         return False
     return top in _offering() or not {"site-packages", "dist-packages"} & set(file.parts)

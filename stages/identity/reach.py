@@ -1,8 +1,7 @@
-"""A cache of the code that symbols reach: following code takes seconds, and the result rarely changes.
+"""A cache of the code that symbols reach, since following code takes seconds and the result rarely changes.
 
-An entry is valid while every source file it was built from, the list of Puna's files, the analyser's own code and Python are
-unchanged. A damaged entry is ignored. Only code within Puna is cached: new data files may appear beside a user's module.
-"""
+An entry is valid while every source file it was built from, the list of Puna's files, the analyser's own code and Python are unchanged. A
+damaged entry is ignored. Only code within Puna is cached, because new data files may appear beside a user's module."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ _known: dict[str, Reach] = {}
 
 
 def cached_reach(roots: Sequence[tuple[str, str]]) -> Reach | None:
-    """Return the cached reach of these symbols, or None. Raise PunaError if a source changed since this process imported it."""
+    """Return the cached reach of these symbols, or None. Raise PunaError if a source has changed since this process imported it."""
     if not _own(roots):
         return None
     try:
@@ -93,12 +92,12 @@ def _own(names: Iterable[Sequence[str]]) -> bool:
 
 
 def _file(roots: Sequence[tuple[str, str]]) -> Path:
-    """Return the cache file for these symbols of this checkout; a new reach overwrites it."""
+    """Return the cache file for these symbols of this checkout; a newly computed reach overwrites it."""
     return cache.folder() / FOLDER / f"{hashlib.sha256(json.dumps([str(sources.ROOT), *roots]).encode()).hexdigest()[:32]}.json"
 
 
 def _of(roots: Sequence[tuple[str, str]]) -> str:
-    """Return the dependencies of a cached entry, apart from its source files, as JSON."""
+    """Return, as JSON, what a cached entry depends on apart from its source files."""
     return json.dumps([platform.python_version(), sources.contract(), sources.listing(), *roots])
 
 

@@ -14,7 +14,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 ROOMS = ("flows", "stages", "models", "kernels", "storage")
 SETTLED = 1.0
-"""Seconds after which a file's times show whether it was written again: file systems have coarse clocks."""
+"""Seconds after which a file's times reliably show a later write, since file systems have coarse clocks."""
 
 
 def digest(file: Path) -> str:
@@ -23,8 +23,8 @@ def digest(file: Path) -> str:
 
 
 def _start_time() -> float:
-    """Return when this process started, which is before any import, in seconds since 1970."""
-    if hasattr(time, "CLOCK_BOOTTIME"):  # Linux; psutil counts from a boot time in whole seconds there
+    """Return the start time of this process, before any import, in seconds since 1970."""
+    if hasattr(time, "CLOCK_BOOTTIME"):  # on Linux, psutil counts from a boot time in whole seconds
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK") + 0.02
     return float(psutil.Process().create_time())
@@ -39,9 +39,9 @@ def _source_files() -> Iterator[Path]:
 
 
 def _read(files: Iterable[Path]) -> dict[str, str]:
-    """Return the digest of each Python file, or "edited" if it was written after this process started: older code may be running.
+    """Return the digest of each Python file, or "edited" if it was written after this process started and older code may be running.
 
-    The inode's change time (ctime) decides, because an archive may set any modification time. A file with a ctime in the future (clocks
+    The inode's change time (ctime) decides, because archives may set any modification time. A file with a ctime in the future (clocks
     differ) counts as unedited.
     """
     start_time, digests = _start_time(), {}
@@ -59,11 +59,12 @@ _FILES = list(_source_files())
 _AT_START = _read(_FILES)
 _WHOLE = _together(_AT_START)
 _unedited: dict[str, tuple[str, int, int, int, int]] = {}
-"""Files verified as unedited: their digest, and inode, size and times at that check."""
+"""Files verified as unedited: their digest, and their inode, size and times when they were checked."""
 
 
 def source_digest(file: Path | str) -> str:
-    """Return the digest of a source file: of Puna's, at this process's start (or "edited", see `_read`); of others, at the first call."""
+    """Return the digest of a source file: of Puna's, as of this process's start (or "edited", see `_read`); of others, as of the first
+    call."""
     name = str(file)
     if name not in _AT_START:
         _AT_START[name] = digest(Path(file))
@@ -86,7 +87,7 @@ def check(files: Iterable[Path | str]) -> None:
         if not same:
             raise PunaError(
                 f"{file} was edited while this process runs, and the process still runs the old code: nothing is committed, "
-                "since its key would name the new code; start it again"
+            "since its key would refer to the new code; start it again"
             )
         if time.time() - now.st_ctime > SETTLED:
             _unedited[file] = state

@@ -1,8 +1,7 @@
-"""Python source as data: top-level bindings, their conditions, canonical statements, and one text per tree.
+"""Python source as data: top-level bindings, their conditions, canonical statements, and one text per syntax tree.
 
-A canonical statement has no docstrings, annotations, bounds, error texts or local names: these change no output. Only the
-standard library is used: a tree's text is the same under every Python that parses the source.
-"""
+A canonical statement has no docstrings, annotations, bounds, error messages or local names, since these change no output. Only the standard
+library is used. A tree's text is the same under every Python version that can parse the source."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-# Fields that change nothing at run time: contexts of names, prefixes of strings, comments on types.
+# Fields that have no effect at run time: contexts of names, prefixes of strings, type comments.
 SILENT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
-# Arguments of Field that describe or bound a value: they are checked before a run, and the value itself is in the key.
+# Arguments of Field that describe or bound a value. They are checked before a run, and the value itself is in the key.
 FIELD = frozenset((
     "description", "title", "examples", "ge", "gt", "le", "lt", "multiple_of", "min_length", "max_length", "pattern", "json_schema_extra",
 ))  # fmt: skip
-# Arguments of `stage` that act before it runs, or stand in place of its code.
+# Arguments of `stage` that take effect before it runs, or replace its code hash.
 DECLARATION = frozenset(("needs", "version", "device"))
 SEES_NAMES = frozenset(("locals", "vars", "eval", "exec", "dir"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -44,13 +43,12 @@ def bound(node: ast.stmt) -> set[str]:
 
 
 def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: None) -> str:
-    """Return a tree's text, the same under every version of Python.
+    """Return a tree's text, which is the same under every version of Python.
 
     `ast.dump` and `ast.unparse` differ between minor versions: in empty fields, new fields, and quotes.
 
-    Args:
-        node: a tree, a list of trees, or the value of a field.
-        reference: called with each tree, outer ones first. A string replaces the tree's text; "" drops the tree from its list.
+    Args: node: a tree, a list of trees, or the value of a field. reference: called with each tree, outer ones first. A string replaces the
+    tree's text; "" drops the tree from its list.
     """
     if isinstance(node, list):
         return "[" + ",".join(part for item in node if (part := text(item, reference))) + "]"
@@ -71,7 +69,7 @@ def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: No
 
 
 def _join_texts(values: list[ast.expr]) -> list[ast.expr]:
-    """Return an f-string's pieces with neighbouring texts joined, because parsers split them differently."""
+    """Return an f-string's pieces with adjacent texts joined, because parsers split them differently."""
     pieces: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and pieces and isinstance(pieces[-1], ast.Constant):
@@ -82,10 +80,10 @@ def _join_texts(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-    """Return the canonical statement, and the annotations of its variables outside functions (such as classes' fields).
+    """Return the canonical statement, and the annotations of its variables outside functions (such as class fields).
 
-    An annotation's names are reached but not hashed, except for the arguments of `Annotated` (such as a rule of `select`).
-    The tree is changed in place.
+    An annotation's names are reached but not hashed, except for the arguments of `Annotated` (such as a rule of `select`). The tree is
+    changed in place.
     """
     worker = _Canonical()
     return worker.visit(node), worker.annotations
@@ -93,7 +91,7 @@ def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
 
 @dataclass
 class Scope:
-    """The names of a function, class or comprehension: name → number for renamed names, and the names that are kept."""
+    """The names in a function, class or comprehension: name → number for renamed names, and the names that stay."""
 
     renamed: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
@@ -108,7 +106,7 @@ class _Canonical(ast.NodeTransformer):
     def _canonical_name(self, name: str) -> str:
         for index, scope in enumerate(reversed(self.scopes)):
             if scope.is_class and index:
-                continue  # a class's names are not seen in its methods
+                continue  # a class's names are not visible in its methods
             if name in scope.renamed or name in scope.kept:
                 return scope.renamed.get(name, name)
         return name
@@ -156,7 +154,7 @@ class _Canonical(ast.NodeTransformer):
     visit_FunctionDef = visit_AsyncFunctionDef = _function
 
     def _with_body(self, node: Any) -> ast.AST:
-        """Return a function or class after visiting its statements in the innermost scope, and leave that scope."""
+        """Visit the statements of a function or class in the innermost scope, leave that scope, and return the function or class."""
         node.body = [new for item in node.body if (new := self.visit(item)) is not None] or [ast.Pass()]
         self.scopes.pop()
         return cast("ast.AST", node)

@@ -1,7 +1,6 @@
 """Conversion of known benchmarks' rows to prompts: the columns that identify a benchmark, and its questions, references and verifiers.
 
-Options are shuffled by a hash if a benchmark always lists the correct ones first (BLiMP, TruthfulQA).
-"""
+Options are shuffled by a hash if a benchmark always lists the correct ones first (BLiMP, TruthfulQA)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ Build = Callable[["Plan", Fields], Values]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's layout. `needs` (required), `may` (optional): field → usual columns. `build` converts a row; `tells` checks values."""
+    """A benchmark's format. `needs` (required), `may` (optional): field → usual columns. `build` converts a row; `tells` checks values."""
 
     name: str
     build: Build
@@ -39,7 +38,7 @@ class Benchmark:
     tells: Callable[[Sequence[Fields], dict[str, str]], bool] = lambda rows, columns: True
 
     def columns(self, rows: Sequence[Fields], given: Mapping[str, str]) -> dict[str, str] | None:
-        """Return field → column, or None if the rows do not fit this benchmark. `given`: field → column, as the user mapped them."""
+        """Return field → column, or None if the rows do not fit this benchmark. `given`: the user's mapping of fields to columns."""
         fields = self.needs | ASIDE | self.may
         if set(given) - set(fields):
             return None
@@ -85,7 +84,7 @@ def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
 
 
 def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
-    """Return the correct option's index by label, number from `start` (negative: none) or text. Raise Refused unless one option fits."""
+    """Return the index of the correct option, given as label, number from `start` (negative: none) or text. Refused unless one fits."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     option_labels = list(labels)[: len(options)]
@@ -103,7 +102,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
 
 
 def _choice(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
-    """Return a multiple-choice prompt. `right`: correct options; `mixed`: order by hash. Refused unless 2 to 26 options, some wrong."""
+    """Return a multiple-choice prompt. `right`: correct options; `mixed`: shuffle by hash. Refused unless 2 to 26 options, some wrong."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
@@ -230,7 +229,7 @@ def _truthfulqa(plan: Plan, row: Fields) -> Values:
 
 
 def _ruler(plan: Plan, row: Fields) -> Values:
-    """Return a prompt scored like RULER's string_match_all: by the share of expected outputs that the answer contains, ignoring case."""
+    """Return a prompt scored like RULER's string_match_all, by the share of expected outputs that the answer contains, ignoring case."""
     outputs = [str(value) for value in _list(plan, row, "outputs")]
     return _contains(plan.text(row, "input"), outputs)
 
@@ -268,7 +267,7 @@ def _has_labels(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
-    """True if `is_so` holds for at least half of a column's non-null values, or there are none. Other rows are refused later."""
+    """True if `is_so` holds for at least half of a column's non-null values, or there are none. Rows that do not fit are refused later."""
     values = [value for row in rows if (value := field_at(row, column)) is not None]
     return 2 * sum(map(is_so, values)) >= len(values)
 

@@ -17,7 +17,7 @@ from puna.stages.io.turns import Refused
 from puna.stages.reading.dates import moment
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-RANKS = {"rank", "ranks", "ranking", "rankings"}  # a column with such a word in its name holds ranks, others scores
+RANKS = {"rank", "ranks", "ranking", "rankings"}  # a column whose name contains such a word holds ranks; others hold scores
 HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -88,7 +88,7 @@ CONVERT: dict[str, Callable[[Plan, Fields], Values]] = {
 
 
 def split_of(plan: Plan, row: Fields) -> str | None:
-    """Return the row's split, train or heldout; None if the row names no split. Raise Refused for an unknown name."""
+    """Return the row's split, train or heldout; None if the row names none. Raise Refused for an unknown name."""
     value = plan.get(row, "split")
     if value is None:
         return None
@@ -105,7 +105,7 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
     main = next((name for name in ("prompt", "instruction", "messages") if name in plan.columns), "")
     value, field = plan.get(row, main), plan.name(main)
     if main == "prompt" and turns.is_dialogue(value):
-        # A prompt of HH-RLHF may end in the header of the answer.
+        # An HH-RLHF prompt may end in the header of the answer.
         context = turns.dialogue(value.rstrip().removesuffix("\n\nAssistant:"), field)
     elif main == "messages" or (main == "prompt" and isinstance(value, list | dict)):
         context = turns.messages(value, field)
@@ -118,7 +118,7 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
         text, content = turns.text(text, plan.name(name)), context[0]["content"] if context else ""
         if [message["role"] for message in context] != ["user"]:
             raise Refused(plan.name(name), "two_contexts", f"joins only a user's turn; leave it out: {IGNORE.format(plan.name(name))}")
-        if main == "instruction" or f"\n{text.strip()}\n" not in f"\n{content}\n":  # a prompt made by a template repeats the texts
+        if main == "instruction" or f"\n{text.strip()}\n" not in f"\n{content}\n":  # a prompt made from a template repeats the texts
             context = [{**context[0], "content": f"{text}\n\n{content}" if name == "instruction" else f"{content}\n\n{text}"}]
     other = None if main == "messages" else plan.get(row, "messages")
     whole = [] if other in EMPTY else turns.messages(other, plan.name("messages"))
@@ -201,13 +201,13 @@ def _side(value: Any, field: str) -> list[Message]:
     if isinstance(value, str) and turns.is_dialogue(value):
         return turns.dialogue(value, field)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-        with contextlib.suppress(Refused):  # a CSV cell holds messages as JSON; other JSON is an answer's text
+        with contextlib.suppress(Refused):  # a CSV cell holds messages as JSON; any other JSON is an answer's text
             return turns.messages(value, field)
     return _answer(value, field)
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
-    """Return one side's messages without the context. Raise Refused if there are several, and they do not begin with the context."""
+    """Return one side's messages without the context. Raise Refused if there are several and they do not start with the context."""
     if messages[: len(context)] == context:
         return messages[len(context) :]
     if len(messages) > 1:
@@ -229,7 +229,7 @@ def _margin(plan: Plan, row: Fields) -> Values:
 
 
 def _labelled_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
-    """Return a labelled row's context and columns: the answer is `chosen` if the label is true, else `rejected`; the other side is None."""
+    """Return a labelled row's context and columns: the answer is `chosen` if the label is true, else `rejected`; the other one is None."""
     good = turns.truth(plan.get(row, "label"), plan.name("label"), numbers=plan.declared)
     messages = _context(plan, row)
     if "completion" in plan.columns:
@@ -290,7 +290,7 @@ def _candidate(answer: Any, field: str) -> Message:
 
 
 def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float], bool]:
-    """Return a number per answer, larger for better answers, and whether the numbers are negated ranks (else scores)."""
+    """Return a number per answer, larger for better answers, and whether the numbers are negated ranks rather than scores."""
     if "scores" in plan.columns:
         field = plan.name("scores")
         values = plan.value(row, "scores")
@@ -312,7 +312,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
-    """Return the best answer's edit, from its field or the column `edited`, or None. Raise Refused for two edits, or another answer's."""
+    """Return the best answer's edit, from its field or the column `edited`, or None. Refused for two edits, or one of another answer."""
     first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:

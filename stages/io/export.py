@@ -30,7 +30,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target`, or is removed after an error. Raise PunaError if `target` has files or is a file."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise PunaError(f"export: {target} is there already and not empty; give a new folder")
+        raise PunaError(f"export: {target} already exists and is not empty; give a new folder")
     part = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.part"
     try:
         with errors_at(f"export: {target}", OSError):
@@ -46,15 +46,15 @@ def new_folder(target: Path) -> Iterator[Path]:
 def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet", "jsonl"] = "parquet") -> Path:
     """Write an artifact's main table to one file in `folder`, atomically; return the file's path.
 
-    Parquet has the columns as stored. JSON lines have conversations as lists of messages: `messages` for instructions, `prompt` for
+    Parquet has the columns as stored. JSON Lines have conversations as lists of messages: `messages` for instructions, `prompt` for
     prompts. Preferences have `prompt`, `chosen`, `rejected`, `edited` and `others`, if known; a single answer without an edit is
     `completion`, with a boolean `label`. Raise PunaError if there is no table, if JSON would have to hold bytes, or if `folder` has files.
     """
     if artifact.kind not in artifact.tables:
-        raise PunaError(f"{artifact.id} has no table to export; export_model writes models")
+        raise PunaError(f"{artifact.id} has no table to export; models are exported by export_model")
     wrong = [field.name for field in artifact.schema() if pa.types.is_binary(field.type)]
     if format == "jsonl" and wrong:
-        raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot; export it as parquet")
+        raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot store; export it as parquet")
     with new_folder(Path(folder)) as part:
         (_parquet if format == "parquet" else _jsonl)(artifact, part / f"{artifact.kind}.{format}")
     return Path(folder) / f"{artifact.kind}.{format}"
@@ -99,21 +99,21 @@ SHAPES: dict[str, Callable[[Row], Row]] = {
 
 
 def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", text: Path | None = None) -> list[Path]:
-    """Write a model artifact to a new or empty folder; return the files' paths, sorted.
+    """Write a model artifact to a new or empty folder; return the sorted paths of its files.
 
     `hf`: weights, configuration, tokenizer and chat template for transformers, vLLM and lm-eval. `gguf`: one file for llama.cpp, named
-    after the folder. `awq`: hf with the layers' matrices in 4 bits; scales are calibrated on the file `text`, which should resemble the
-    model's inputs. `adapter`: the LoRA adapters that training kept, in PEFT's layout. Raise PunaError if the artifact is no model, is
-    damaged, lacks adapters or does not fit the format; if awq lacks a readable `text`, another format has one, or `folder` has files.
+    after the folder. `awq`: hf with 4-bit layer matrices, whose scales are calibrated on the file `text`, which should resemble the model's
+    inputs. `adapter`: LoRA adapters kept by training, in PEFT's format. Raise PunaError if the artifact is not a model, is damaged, lacks
+    adapters or does not fit the format; if awq lacks a readable `text`, another format has one, or `folder` has files.
     """
     if (format == "awq") != (text is not None):
-        raise PunaError("export: awq, and no other format, calibrates scales on a text: give a text file with format awq, and only then")
+        raise PunaError("export: awq, and no other format, needs a text to calibrate scales; give a text file only with format awq")
     if artifact.kind != "model":
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; give a model")
     if damage := artifact.damage():
         raise DamagedArtifact.of(artifact.id, damage)
     if json.loads((artifact.path() / "config.json").read_text(encoding="utf-8")).get("reward_pooling", "last") != "last":
-        reward = f"its reward is a mean over the answer's tokens, which {format} cannot say"
+        reward = f"its reward is a mean over the answer's tokens, which {format} cannot represent"
         raise PunaError(f"export: {artifact.id}: {reward}; train it with pooling=last")
     target = Path(folder)
     with new_folder(target) as part:

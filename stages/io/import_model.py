@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local_folder(files: External, scratch: Path) -> Path:
-    """Return the path of a single local file, else the folder of the files. If a file is remote, copy all to a folder in `scratch`."""
+    """Return the path of a single local file, else the folder of the files. If any file is remote, copy all to a folder in `scratch`."""
     places = {file.name: file.local() for file in files.files}
     if len(places) == 1 and (only := next(iter(places.values()))) is not None:
         return only
@@ -34,7 +34,7 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """Download the files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. PunaError if this fails."""
+    """Download the files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. PunaError on failure."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -45,14 +45,14 @@ def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]],
         return Path(snapshot_download(repository, revision=commit, allow_patterns=list(patterns(names)), local_dir=target))
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise PunaError(f"{stage}: {uri}: the hub does not give the model ({reason})") from error
+        raise PunaError(f"{stage}: {uri}: the model cannot be downloaded from the hub ({reason})") from error
 
 
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  # patterns of the files to fetch from the hub
 
 
 class ImportModelConfig(StageConfig):
-    """Settings of a model's import: number format and chat template."""
+    """Settings of a model import: number format and chat template."""
 
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
         "stored", description="Number format of the imported weights; stored: the checkpoint's, float32 for GGUF's quantised blocks"
@@ -62,7 +62,8 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return the text of a template (name, file or text): an artifact's key depends on the text. ValueError for a missing file."""
+        """Return the text of a template (name, file or text), since an artifact's key depends on the text. ValueError for a missing
+        file."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.template import TEMPLATES
@@ -76,10 +77,10 @@ class ImportModelConfig(StageConfig):
 
 @stage(kind="model")
 def import_model(model: External, config: ImportModelConfig, run: StageRun) -> None:
-    """Import a model from a checkpoint: a folder in Hugging Face's layout, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
+    """Import a model from a checkpoint: a folder in Hugging Face format, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
 
-    First check the family, all tensors' names and shapes, and the vocabulary size against the embeddings. A chat template must end
-    answers in a stop token. The metrics describe the model. The sampling settings of generation_config.json are kept.
+    The family, all tensors' names and shapes, and the vocabulary size are checked first. A chat template must end answers in a stop token.
+    The metrics describe the model. The sampling settings of generation_config.json are kept.
     """
     import torch
 
@@ -104,7 +105,7 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
     rows = network.config.vocab_size
     if tokenizer.vocab_size > rows:
         sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: {tokenizer.token(rows)!r} has none"
-        raise PunaError(f"import_model: {uri}: {sizes}; take the tokenizer that the model was trained with")
+        raise PunaError(f"import_model: {uri}: {sizes}; use the tokenizer that the model was trained with")
     if tokenizer.template is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Code that the import stages share: it finds files, detects the layout of each input, reads rows in workers and counts dropped rows.
+"""Code that the import stages share: it finds files, detects the format of each input, reads rows in workers and counts dropped rows.
 
 One worker reads each file. Rows are then partitioned by id, and the first row of each id is kept. Invalid and repeated rows go to the table
 `dropped` with file, row, field and reason, or stop the run (`bad_rows`)."""
@@ -41,7 +41,7 @@ BESIDE = (
     "", ".md", ".rst", ".txt", ".pdf", ".html", ".py", ".ipynb", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".bib", ".svg", ".png", ".jpg",
     ".jpeg", ".gif",
 )  # fmt: skip
-"""Suffixes of a data repository's files without rows: description, licence, code and pictures."""
+"""Suffixes of files without rows in a data repository: description, licence, code and pictures."""
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 SNIFFED_ROWS = 200
 SHOWN = 4000  # maximum characters of an example in the table `examples`
@@ -55,12 +55,12 @@ class ImportConfig(SeededConfig):
     """Settings that all imports of rows share."""
 
     columns: dict[str, str] = Field(default_factory=dict, description="Field → column, for columns with unusual names; a.b.0: nested value")
-    ignored_columns: tuple[str, ...] = Field((), description="Columns to leave out, as if the files did not have them")
+    ignored_columns: tuple[str, ...] = Field((), description="Columns to ignore")
     bad_rows: Literal["drop", "refuse"] = Field("drop", description="Bad or repeated rows go to `dropped` (drop), or stop the run (refuse)")
     format: Literal["auto", "json", "parquet", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of all files (json: lines or an array); auto: each file's format by name, else by first bytes"
     )
-    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Maximum size of a row, bytes; larger rows are invalid")
+    max_row_bytes: int = Field(16 << 20, ge=1024, le=1 << 30, description="Maximum size of a row in bytes; larger rows are invalid")
     task: str = Field("", description="Task of rows that name no task; empty: the input's name")
     dataset_subset: str | None = Field(None, min_length=1, description="Subset (configuration) of a data set on the hub")
     dataset_split: str = Field("train", min_length=1, description="Split of a data set on the hub")
@@ -132,7 +132,7 @@ class Files:
 
 
 def look(external: External, format: str) -> Files:
-    """Return an input's non-empty files with formats and splits. PunaError if a format is unknown, or only files without rows remain."""
+    """Return an input's non-empty files with formats and splits. PunaError if a format is unknown, or if no file has rows."""
     results, whole = Files(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
@@ -147,7 +147,7 @@ def look(external: External, format: str) -> Files:
         if kind:
             results.formats[file.name] = kind
         elif not aside:
-            raise PunaError(f"{file.location}: is not recognised as JSON, Parquet, CSV, TSV or a saved data set; say which with format")
+            raise PunaError(f"{file.location}: is not recognised as JSON, Parquet, CSV, TSV or a saved data set; set format")
         else:
             results.beside.append(file.name)
     if results.beside and not results.formats:
@@ -159,7 +159,7 @@ def look(external: External, format: str) -> Files:
 
 
 def split_named(name: str) -> str:
-    """Return the split that a word in a file's path names, such as `hh_test.jsonl` or `validation/…`, the file's name first; else ""."""
+    """Return the split that a word in a file's path names, such as `hh_test.jsonl` or `validation/…`, file name first; else ""."""
     path = PurePosixPath(name.lower())
     stem = SHARD.sub("", path.name.partition(".")[0])
     words = [word for part in (stem, *reversed(path.parts[:-1])) for word in re.split(r"[-._ ]+", part)]
@@ -167,7 +167,7 @@ def split_named(name: str) -> str:
 
 
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
-    """Yield the files and hub shards to read; record files without rows, and held-out files (skipped for documents), as metrics."""
+    """Yield the files and hub shards to read. Record files without rows, and held-out files (skipped for documents), as metrics."""
     first_rows = {external.name: look(external, config.format) for external in inputs}
     beside = [name for files in first_rows.values() for name in files.beside]
     apart = [name for files in first_rows.values() for name in files.formats if files.heldout(name)]
@@ -188,7 +188,7 @@ def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
     if job.file is None:
         yield from stream_rows(job.stream())
         return
-    with errors_at(f"input {job.file.location}: the file is gone", FileNotFoundError), closing(job.file.open()) as handle:
+    with errors_at(f"input {job.file.location}: the file no longer exists", FileNotFoundError), closing(job.file.open()) as handle:
         yield from read_rows(handle, job.file.location, job.format, config.max_row_bytes)
 
 
@@ -252,11 +252,11 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
             left.update(column for column, value in row.fields.items() if column not in fields and value not in EMPTY)
         values = _take_row(row, job, plans[job.source], kind, config) if isinstance(row, Row) else row
         if isinstance(values, dict) and not is_text(values):  # JSON within a valid text may decode to lone surrogates
-            values = Fault(row.number, "", "invalid_utf8", "holds halves of surrogate pairs, which are no Unicode text")
+            values = Fault(row.number, "", "invalid_utf8", "contains lone surrogates, which are not valid Unicode text")
         if isinstance(values, Fault):
             fault = f"{job.location}, row {values.number}{f', field {values.field}' if values.field else ''}: {values.reason}"
             if config.bad_rows == "refuse":
-                raise PunaError(f"{fault}. With bad_rows=drop such rows are set aside")
+                raise PunaError(f"{fault}. Set bad_rows=drop to drop such rows")
             values = {"id": identifier("dropped", job.source, job.name, values.number), "rule": values.rule, "detail": fault}
         else:
             if kind == "documents":
@@ -272,7 +272,7 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
 
 
 def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
-    """Return valid rows (with a `place`) and rows of `dropped` (without) as one Arrow table; `order` sorts rows by file and position."""
+    """Return valid rows (with a `place`) and `dropped` rows (without) as one Arrow table; `order` sorts rows by file and position."""
     fields = {field.name: field.with_nullable(True) for name in (kind, "dropped") for field in table_schema(name).schema}
     return pa.Table.from_pylist(rows, schema=pa.schema([*fields.values(), pa.field("place", pa.string()), pa.field("order", pa.int64())]))
 
@@ -310,7 +310,7 @@ def named_verifier(text: str) -> str:
 
 
 def _check_question(values: dict[str, Any]) -> None:
-    """Raise Refused if a row does not suit the configured verifier, for example if the verifier needs a reference and the row has none."""
+    """Raise Refused if a row does not suit the configured verifier, for example if it needs a reference and the row has none."""
     try:
         from_text(values["verifier"]).check(Question("of this row", "", "", values["reference"]))
     except PunaError as error:
@@ -318,7 +318,7 @@ def _check_question(values: dict[str, Any]) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without keys that hold null, at any depth: columnar formats add them to structures for missing keys."""
+    """Return a value without keys that hold null, at any depth. Columnar formats add nulls for missing keys of structures."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -348,7 +348,7 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
 
 
 def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
-    """Return `values` after adding the row's id (`named`, else a digest), its prompt's id (not for prompts) and its split."""
+    """Return `values` plus the row's id (`named`, else a digest), its prompt's id (not for prompts) and its split."""
     context, tools = values["messages"], values["tools"] or ""
     content: tuple[Any, ...]
     if kind == "instructions":

@@ -23,11 +23,10 @@ class ImportPreferencesConfig(SplitConfig):
 def import_preferences(inputs: list[External], config: ImportPreferencesConfig, run: StageRun) -> None:
     """Import preferences: chosen and rejected answers, labelled (KTO), scored or ranked answers, or pairs with a preference from -3 to 3.
 
-    Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"); without a prompt, their common first messages are
-    the context. Instruction, prompt and input are joined. Of a ranking the best answer is chosen, the worst rejected, the rest in `others`.
-
-    `examples` shows how each input was read; `dropped` lists each invalid or repeated row with field and reason. Rows without an id get
-    one from their content. Of rows that name no split, a tenth of the prompts is held out by default.
+    Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"); without a prompt, the messages that both start with
+    are the context. Instruction, prompt and input are joined. In a ranking, the best answer is chosen, the worst rejected, the rest
+    `others`. `examples` shows how each input was read; `dropped` lists each invalid or repeated row with field and reason. Rows without an
+    id get one from their content. Of rows that name no split, a tenth of the prompts is held out by default.
     """
     import_rows("preferences", config.layout, inputs, config, run)
 

@@ -1,8 +1,7 @@
-"""Common layouts of data sets: the columns that each layout needs, and the detection of an input's layout.
+"""Common formats (layouts) of data sets: the columns that each layout needs, and the detection of an input's layout.
 
-All layouts of a table kind are tried; for prompts without verifiers, the benchmarks come first and the first that fits is taken. If the
-rows fit several layouts, or a required field fits several columns, an error lists the candidates and how to declare one.
-"""
+All layouts of a table kind are tried; for prompts without verifiers, benchmarks come first, and the first that fits is used. If the rows
+fit several layouts, or a required field fits several columns, an error lists the candidates and how to declare one."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     "id": (),
     **{name: (name,) for name in SINGLE_NAMED},
 }
-"""Usual names of each field's column, in order of preference. A field without usual names is read only if the user maps it."""
+"""Usual column names of each field, in order of preference. A field without usual names is read only if the user maps it."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout. `needs`: groups of fields, at least one per group is required; `may`: optional fields; `why`: the content, in words."""
+    """A layout. `needs`: groups of fields, each of which must have at least one; `may`: optional fields; `why`: the content, in words."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -85,7 +84,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
-"""Values without content: an unused column that holds only these is neither refused nor reported."""
+"""Values without content. An unused column that holds only these is neither refused nor reported."""
 IGNORE = "--set 'ignored_columns=[\"{}\"]'"
 MEDIA = ("image", "images", "image_path", "image_url", "image_1", "video", "videos", "audio", "audios")
 OTHERS = dict.fromkeys(MEDIA, "pictures or sounds") | dict.fromkeys(("system", "system_prompt"), "a system message") | {"tools": "tools"}
@@ -96,13 +95,13 @@ LISTS = ("choices", "options", "endings", "mc1_targets", "mc2_targets", "sol1", 
 OPTIONS = dict.fromkeys((*LISTS, *FIRST), "the answers to choose from")
 TESTS = dict.fromkeys(("test", "tests", "test_list", "test_cases", "input_output"), "tests of a program")
 CHECKS = TESTS | {"instruction_id_list": "instructions that a checker tests"}
-"""Column → what this column holds in known data sets. A row read without the column would be another question, or (`CHECKS`) unchecked."""
+"""Column → what it holds in known data sets. Without it a row would be another question or, for `CHECKS`, unchecked."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """A plan for reading an input's rows. `why`: how the layout was detected; `declared`: the user named it, so labels may be 1 and 0;
-    `unread`: column → meaning of the columns that the layout does not read and that must be empty in every row."""
+    `unread`: column → meaning of columns that the layout does not read and that must be empty in every row."""
 
     layout: str
     columns: dict[str, str]
@@ -111,7 +110,7 @@ class Plan:
     unread: Mapping[str, str]
 
     def get(self, row: Fields, field: str) -> Any:
-        """Return a field's value in a row; None if the field has no column or the row lacks the column."""
+        """Return a field's value in a row; None if the field has no column or the row lacks it."""
         return field_at(row, self.columns[field]) if field in self.columns else None
 
     def value(self, row: Fields, field: str) -> Any:
@@ -128,10 +127,10 @@ class Plan:
 
 
 def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapping[str, str], verified: bool = False) -> Plan:
-    """Return the plan to read an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear or missing.
+    """Return the plan for reading an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear or missing.
 
-    `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user names a verifier
-    for rows without one (allow `CHECKS`). With "auto", benchmarks come before prompt layouts unless rows have verifiers.
+    `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user gave a verifier
+    for rows without one, so `CHECKS` columns are allowed. With "auto", benchmarks come before prompt layouts unless rows have verifiers.
     """
     usual = {field for one in LAYOUTS[kind] for field in (*one.required_fields, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
@@ -152,7 +151,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     if layout in benchmarks.BENCHMARKS or (surplus := sorted(set(given) - usual)):
         raise PunaError(_no_benchmark(rows, where, layout, given if layout in benchmarks.BENCHMARKS else surplus))
     fits = [one for one in LAYOUTS[kind] if layout in ("auto", one.name) and _fits(one, rows, given)]
-    if len(fits) > 1 and given:  # the user mapped these fields on purpose: drop layouts that use fewer of them
+    if len(fits) > 1 and given:  # the user mapped these fields explicitly, so drop layouts that use fewer of them
         uses = [sum(field in given for field in one.required_fields) for one in fits]
         fits = [one for one, count in zip(fits, uses, strict=True) if count == max(uses)]
     if len(fits) != 1:
@@ -176,7 +175,7 @@ def _no_benchmark(rows: Sequence[Fields], where: str, layout: str, given: Iterab
 
 
 def _checked(kind: str, plan: Plan, rows: Sequence[Fields], where: str, verified: bool) -> Plan:
-    """Return the plan with its `unread` columns. Raise PunaError if a row of the sample fills one of them."""
+    """Return the plan with its `unread` columns. Raise PunaError if a sampled row has a value in one of them."""
     known = plan.layout in benchmarks.BENCHMARKS
     meanings = {} if kind == "documents" else OTHERS | ({} if plan.layout == "messages" else PASSAGES) | ({} if known else OPTIONS)
     if kind == "prompts" and not (known or verified or "verifier" in plan.columns):
@@ -227,7 +226,7 @@ SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return field → column. PunaError if a required field, `reference` or (kto, ranked) the context has several; others take the first."""
+    """Return field → column. PunaError if a required field, `reference` or (kto, ranked) the context has several; others use the first."""
     columns: dict[str, str] = {}
     for field in dict.fromkeys((*one.required_fields, *one.may)):
         names = [name for name in _present(field, rows, given) if name not in columns.values()]

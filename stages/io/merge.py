@@ -19,8 +19,8 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -> None:
     """Merge the adapters of a folder in PEFT's format into the model's weights, which keep their dtype.
 
-    The folder, local or `hf://OWNER/NAME`, holds adapter_config.json and adapter_model.safetensors; PEFT, TRL and stages with `lora.keep`
-    write such files. The adapter types in `models.bounds.ADAPTERS` (LoRA, also with DoRA, LoHa, IA3, …) are accepted. Raise PunaError for
+    The folder, local or `hf://OWNER/NAME`, holds adapter_config.json and adapter_model.safetensors, as written by PEFT, TRL and stages with
+    `lora.keep`. The adapter types in `models.bounds.ADAPTERS` (LoRA, also with DoRA, LoHa, IA3, …) are accepted. Raise PunaError for
     others, for unsafe settings, and for an unexpected or missing tensor. The model's tokenizer is kept.
     """
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save

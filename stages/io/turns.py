@@ -1,4 +1,4 @@
-"""Conversion of messages and values of public data sets to Puna's format; a `Refused` error names the field."""
+"""Conversion of messages and values from public data sets to Puna's format; a `Refused` error names the field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUMAN = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Refused(Exception):
-    """An error for an invalid row: the field at fault, the violated rule's name, and the reason in words."""
+    """An error for an invalid row: the field, the name of the violated rule, and the reason in words."""
 
     def __init__(self, field: str, rule: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -48,7 +48,7 @@ def parse(text: str, field: str) -> Any:
 
 
 def message(turn: Any, field: str) -> Message:
-    """Return a message with Puna's role and text; a turn of `CALLS` becomes the assistant's `tool_calls`. Keys with null are dropped."""
+    """Return a message with Puna's role names and text; a turn of `CALLS` becomes the assistant's `tool_calls`. Null values are dropped."""
     if not isinstance(turn, dict):
         raise Refused(field, "wrong_type", f"holds {kind_of(turn)}, not a message")
     names = [(a, b) for a, b in (("role", "content"), ("from", "value")) if turn.get(a) is not None]
@@ -87,7 +87,7 @@ def _calls(value: Any, field: str) -> list[Message]:
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise Refused(field, "wrong_type", "a call of a tool names no function")
+            raise Refused(field, "wrong_type", "a tool call names no function")
     return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
 
 
@@ -110,7 +110,7 @@ def is_dialogue(value: Any) -> bool:
 
 
 def text(value: Any, field: str) -> str:
-    """Return `value` if it is text that is not blank, else raise Refused."""
+    """Return `value` if it is non-blank text, else raise Refused."""
     if value is None:
         raise Refused(field, "missing", "is missing or null")
     if not isinstance(value, str):

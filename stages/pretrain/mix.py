@@ -1,4 +1,4 @@
-"""The stage `mix` and its mixture, which says how often training reads each document."""
+"""The stage `mix`, and its mixture, which determines how often training reads each document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MixConfig(SeededConfig):
     """Settings of the mixture's weights."""
 
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Category → share of training text (sum: 1); empty: the experiment's weights, else the text's"
+        default_factory=dict, description="Category → share of training text (sum: 1); empty: the experiment's weights, else natural shares"
     )
     max_share: float = Field(0.5, gt=0, le=1, description="Maximum share of a category if no weights are given, here or by an experiment")
     down_sample: dict[str, float] = Field(
@@ -62,10 +62,10 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
-    most `max_share`. Unless weights are configured or from `anneal_experiment`, the categories in `down_sample` keep this fraction of
-    theirs. Training reads as much text as one pass over all training documents: a category of weight w and b of all B bytes is read w B / b
-    times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023). If this limits every category with a weight, it reads
-    less. A hash of a document's id rounds the document's epochs up or down. Held-out documents stay held out.
+    most `max_share`. Unless weights are configured or come from `anneal_experiment`, the categories in `down_sample` keep only that
+    fraction of their weight. Training reads as much text as one pass over all training documents: a category of weight w with b of all B
+    bytes is read w B / b times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023); if that limits every category,
+    training reads less. A hash of a document's id rounds its epochs up or down. Held-out documents stay held out.
     """
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
@@ -81,7 +81,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     if weighting:
         _check_weights(weighting, training, "mix.weights" if config.weights or weights is None else weights.id)
     max_share = 1.0 if weighting else config.max_share
-    # An annealing experiment measured exactly these weights: do not down-sample them.
+    # An annealing experiment measured exactly these weights, so they are not down-sampled.
     final = bool(config.weights) or (weights is not None and weights.manifest.stage == "anneal_experiment")
     factors = {} if final else _factors(config, training)
     if any(factors.get(category, 1.0) < 1 for category in training):
@@ -105,9 +105,9 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
-    """Return category → share. The initial weights are `wanted` or, if `wanted` is empty, the shares of the text (`sizes`, bytes).
+    """Return category → share. The initial weights are `wanted` or, if it is empty, the shares of the text (`sizes`, bytes).
 
-    A category's excess over `max_repeats` or `max_share` goes to the others by weight, if possible. Raise PunaError without any text.
+    Weight beyond `max_repeats` or `max_share` is distributed over the other categories by weight, if possible. PunaError without any text.
     """
     total = sum(sizes.values())
     if not total:
@@ -137,7 +137,7 @@ def down_sampled(weights: Mapping[str, float], factors: Mapping[str, float]) -> 
 
 
 def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]:
-    """Return the `down_sample` factors of the corpus's categories. Raise PunaError if the user names a category that no document has."""
+    """Return the `down_sample` factors of the corpus's categories. Raise PunaError if the user names a category without documents."""
     unknown = sorted(set(config.down_sample) - set(training))
     if unknown and "down_sample" in config.model_fields_set:
         raise PunaError(f"mix.down_sample: no document is of {unknown[0]!r}; the categories are {', '.join(training)}")
@@ -157,7 +157,7 @@ def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repe
 
 
 def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], where: str) -> None:
-    """Raise PunaError if a weighted category is unknown or has no training text, one with text has no weight, or the sum is not 1."""
+    """Raise PunaError if a weighted category is unknown or has no training text, if one with text has no weight, or if the sum is not 1."""
     faults = {
         "no document is of": sorted(set(wanted) - set(training)),
         "there is no weight for": sorted(c for c, size in training.items() if size and c not in wanted),
@@ -215,8 +215,8 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
 def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
     """Return an experiment's weights for `training` (category → bytes), and the categories that the experiment did not measure.
 
-    An older mixture serves a newer corpus too (Olmix): new categories get their share of the text. The measured categories with text
-    divide the rest in the experiment's proportions."""
+    A mixture can be applied to a newer corpus (Olmix): new categories get their share of the text, and the measured categories that have
+    text divide the rest in the experiment's proportions."""
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment or anneal_experiment")
     table = weights.read("weights")
@@ -224,7 +224,7 @@ def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[
     overlap = {category: weight for category, weight in weighting.items() if training.get(category)}
     share = sum(overlap.values())
     late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in weighting}
-    # `_check_weights` refuses weights that do not add up to 1, or that name no category of this corpus.
+    # `_check_weights` rejects weights that do not add up to 1, or that name no category of this corpus.
     if not share or abs(sum(weighting.values()) - 1) > TOLERANCE or (not late and share == sum(weighting.values())):
         return weighting, []
     return {c: weight * (1 - sum(late.values())) / share for c, weight in overlap.items()} | late, sorted(late)

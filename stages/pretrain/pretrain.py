@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 MOMENTS = "optimizer/state.safetensors"
-"""A model artifact's file of the optimizer's state, in a folder that exports leave out."""
+"""File of the optimizer state in a model artifact, in a folder that exports leave out."""
 
 
 class PretrainConfig(SizedConfig):
@@ -45,31 +45,31 @@ class PretrainConfig(SizedConfig):
 
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     z_loss: float = Field(
-        0.0, ge=0, le=1, description="Weight of the squared log-normaliser of the logits in the loss, for stability (OLMo: 1e-5); 0: none"
+        0.0, ge=0, le=1, description="Weight of the z-loss, the squared log-normaliser of the logits, for stability (OLMo: 1e-5); 0: none"
     )
-    needle: NeedleSettings = Field(NeedleSettings(), description="Passages to find in held-out text after phases with `accept`")
+    needle: NeedleSettings = Field(NeedleSettings(), description="Needle-in-a-haystack test on held-out text after phases with `accept`")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents held out for validation (0 to 1)")
     validation_tokens: int = Field(40_000, ge=100, description="Maximum tokens held out for validation (the last document may exceed it)")
-    validate_every: int = Field(100, ge=1, description="Steps between measurements of the validation loss")
-    ask_every: int = Field(1000, ge=1, description="Steps between evaluations on the input tasks; also after a phase's last step")
+    validate_every: int = Field(100, ge=1, description="Number of steps between validation measurements")
+    ask_every: int = Field(1000, ge=1, description="Number of steps between evaluations on `tasks`; also after a phase's last step")
     checkpoint_every: int = Field(
-        100, ge=1, json_schema_extra=NO_RESULT, description="Steps between checkpoints to resume from, which change no result. If steps "
-        "are slow, checkpoints are also saved by time, see compute.save_seconds",
+        100, ge=1, json_schema_extra=NO_RESULT, description="Number of steps between checkpoints, which do not change results. If steps "
+        "are slow, checkpoints are also saved by time; see compute.save_seconds",
     )  # fmt: skip
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Return problems: both `model` and `size`, settings that they fix, unfit optimizer state, low memory (new: without embeddings)."""
+    """Return errors: both `model` and `size` given, settings that they fix, unfit optimizer state, low memory (new: without embeddings)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
-        return ["size: the input model has a size; give one of the two, or train_chosen_size: false in the recipe"]
+        return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
         return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, compute=config.compute, z_loss=config.z_loss)]
     shape, each = config.model.complete(1, 2048), HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
-    # The vocabulary may come later: 4096 tokens are enough for each layout.
+    # The vocabulary may not be known yet: 4096 tokens are enough to check each layout.
     fitting = shape.replace(vocab_size=4096)
     return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, z_loss=config.z_loss)
 
@@ -81,14 +81,14 @@ def pretrain(
 ) -> None:  # fmt: skip
     """Train a Llama-family decoder on packed documents (Llama 3, sections 3.2 and 3.4), from scratch or from an input model.
 
-    Attention stays inside each document. Every row is read once per epoch, in a new order in each epoch; phases on the same tokens and row
-    length share their epochs. Phases run in order; a phase reads the tokens that it names (the input `tokens` is named initial). A phase
-    may lengthen the context; with `accept`, it runs up to `attempts` times to pass a test. Annealing lowers the learning rate to 0 and may
-    average checkpoints. A few documents of the initial tokens are held out from all phases: their loss is logged, and averaged weights are
-    used only if they lower it. Moments pass from phase to phase (unless `fresh`) and are saved with the model. A crashed run resumes
-    bit-identically (on a GPU: with `compute.deterministic`). `size`, from `choose_size`, sets the model, the optimizer and the first phase;
-    that phase's final loss and the forecast are metrics if both are of one held-out text. Scores on `tasks` (folders of task files and
-    data) are in the log and the metrics.
+    Attention stays inside each document. Every row is read once per epoch, in a new order each time; phases on the same tokens and row
+    length share their epochs. Phases run in order; each reads the tokens that it names (the input `tokens` is named initial). A phase may
+    lengthen the context; with `accept`, it runs up to `attempts` times until it passes a test. Annealing lowers the learning rate to 0 and
+    may average checkpoints. A few documents of the initial tokens are held out from all phases; their loss is logged, and averaged weights
+    are used only if they lower it. Optimizer state passes from phase to phase (unless `fresh`) and is saved with the model. A crashed run
+    resumes bit-identically (on a GPU: with `compute.deterministic`). `size`, from `choose_size`, sets the model, the optimizer and the
+    first phase; that phase's final loss and the forecast are metrics if both are on the same held-out text. Scores on `tasks` (folders of
+    task files and data) are in the log and the metrics.
     """
     vocabulary = tokenizer_of(tokenizer)
     choice = None if size is None else ChosenSize.read(size)
@@ -96,8 +96,8 @@ def pretrain(
     sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary, run.scratch)
     packed = sources["initial"]
     if choice and choice.sequence_length != packed.row_length:
-        raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, and the size was chosen for {choice.sequence_length}: set "
-                        "choose_size.sequence_length, or take the ladder's tokens")  # fmt: skip
+        raise PunaError(f"{tokens.id} has rows of {packed.row_length} tokens, but the size was chosen for {choice.sequence_length}; set "
+            "choose_size.sequence_length, or give the ladder's tokens")  # fmt: skip
     heldout = packed.validation(config.validation_share, config.validation_tokens)
     aside = {packed.ids[owner] for owner in np.unique(packed.owners[heldout])}
     phases, starts = _count_steps(config, sources)
@@ -132,7 +132,8 @@ def pretrain(
 def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
-    """Return name → packed tokens. Raise PunaError for tokens that are missing, that no phase reads, or that another tokenizer made."""
+    """Return name → packed tokens. Raise PunaError for tokens that are missing, that no phase reads, or that come from another
+    tokenizer."""
     read = {name: phase.name for phase in config.phases for name in phase.sources}
     for name, phase_name in read.items():
         if given[name] is None:
@@ -152,7 +153,8 @@ def _sources(
 
 
 def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
-    """Return the phases with steps, and the tokens read before each if all rows are full. PunaError if a phase's row lengths differ."""
+    """Return the phases with steps, and the tokens read before each if all rows are full. PunaError if row lengths within a phase
+    differ."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
         if len(rows := {sources[name].row_length for name in phase.sources}) > 1:
@@ -166,7 +168,7 @@ def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[li
 
 
 def _keep_moments(state: Path, folder: Path) -> None:
-    """Save the optimizer's state of the last checkpoint in `state` to the model's `folder`, on rank 0 only."""
+    """Save the optimizer state of the last checkpoint in `state` to the model's `folder`, on rank 0 only."""
     from safetensors.torch import save_file
 
     checkpoint = None if ranks.follows() else load_state(state, "state.")
@@ -201,7 +203,7 @@ def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int)
 
 
 def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:
-    """Return the model with the phase's rotary base and scaling, and a context of at least its rows; the same object if nothing changes."""
+    """Return the model with the phase's rotary base and scaling, and a context at least as long as its rows; unchanged if already so."""
     from puna.models.transformer import Transformer
 
     old = model.config
@@ -218,7 +220,7 @@ def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:
 
 
 class Watch:
-    """The log and the validation losses of a run over all phases, and the test that accepts a phase."""
+    """The log and the validation losses of a run over all phases, and the acceptance test of a phase."""
 
     def __init__(self, pieces: Sequence[Any], total: int, vocabulary: Vocabulary, config: PretrainConfig, run: StageRun) -> None:
         self.pieces, self.total, self.vocabulary, self.config, self.run = pieces, total, vocabulary, config, run
@@ -241,7 +243,7 @@ class Watch:
     def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
         """True if the phase passes its test after attempt `attempt` (1-based). Raise PunaError with the reasons if the last attempt fails.
 
-        `row`: tokens of a packed row; `short`: validation loss before the phase. Writes metrics and a figure."""
+        `row`: tokens per packed row; `short`: validation loss before the phase. Metrics and a figure are written."""
         length, rise = phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)
@@ -255,9 +257,9 @@ class Watch:
         self.run.figure("needle", heat(self.depths))
         faults = []
         if not rise <= bounds.short_loss:
-            faults.append(f"the loss on the documents set aside rose by {rise:.4f} nats per token, over short_loss = {bounds.short_loss:g}")
+            faults.append(f"the loss on the held-out documents rose by {rise:.4f} nats per token, above short_loss = {bounds.short_loss:g}")
         if least < bounds.needle:
-            faults.append(f"at depth {depth:g} of {length} tokens it finds {least:.3f} of the passages, under needle = {bounds.needle:g}")
+            faults.append(f"at depth {depth:g} of {length} tokens it finds {least:.3f} of the passages, below needle = {bounds.needle:g}")
         if faults and attempt == bounds.attempts:
             raise PunaError(f"phase {phase.name} is not accepted after {attempt} runs: {'; '.join(faults)}. Give it more steps or "
                             "attempts, a smaller change of length or base, or wider bounds")  # fmt: skip
@@ -335,7 +337,7 @@ def _train(
 
 @contextmanager
 def _fitting_state(phase: Phase) -> Iterator[None]:
-    """Turn the error for a state that does not fit the phase's optimizer into a PunaError with a remedy, within the context."""
+    """Turn an error about optimizer state that does not fit the phase into a PunaError with a remedy, inside the `with` block."""
     try:
         yield
     except ValueError as error:
@@ -370,7 +372,7 @@ def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     run.metric("validation_loss_before_averaging", watch.before)
     run.metric("averaging_gain", watch.gain)
     x = np.cumsum([row["tokens"] for row in log])
-    groups = np.array_split(np.arange(len(log)), min(100, len(log)))  # a plotted point is the mean loss of one group of steps
+    groups = np.array_split(np.arange(len(log)), min(100, len(log)))  # a plotted point is the mean loss of a group of steps
     training = [(float(x[g[-1]]), float(np.mean([log[i]["loss"] for i in g]))) for g in groups]
     series: dict[str, list[tuple[Any, float]]] = {
         "training": [point for point in training if math.isfinite(point[1])],

@@ -21,37 +21,37 @@ from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"
 KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "domain")
-"""Signals that decide a document's kind."""
+"""Signals that determine a document's kind."""
 
 
 class KindsConfig(StageConfig):
     """Thresholds that sort documents into the kinds of Llama 3's mixture (3.1.2): code, multilingual, mathematics_reasoning, general."""
 
-    language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; other languages are multilingual")
-    min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of code, in any language; the domain code is code, too")
+    language: str = Field("en", min_length=2, description="Language of general and mathematics_reasoning; others are multilingual")
+    min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of the kind code, in any language; domain code also counts")
     min_code_lines: float = Field(0.02, ge=0, le=1, description="Minimum code_line_fraction of code: code_score is high in unknown scripts")
-    min_reasoning: float = Field(0.5, ge=0, le=1, description="Minimum reasoning_score of mathematics_reasoning")
+    min_reasoning: float = Field(0.5, ge=0, le=1, description="Minimum reasoning_score of the kind mathematics_reasoning")
 
 
 class SplitConfig(SeededConfig):
-    """Settings of the split: the amount of held-out documents, and the signals that decide a document's category."""
+    """Settings of the split: the amount of held-out documents, and the signals that determine a document's category."""
 
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
-    kinds: KindsConfig | None = Field(None, description="Limits of four kinds (language, code, reasoning, domain) that replace `category`")
+    kinds: KindsConfig | None = Field(None, description="Thresholds of four kinds (language, code, reasoning, domain) replacing `category`")
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the URLs whose documents are held out (0 to 1; 0: none)")
-    heldout_least: int = Field(4, ge=0, description="Minimum held-out documents per category, but at most a third of the category")
+    heldout_least: int = Field(4, ge=0, description="Minimum number of held-out documents per category, up to a third of the category")
 
 
 @stage(kind="mixture")
 def split(documents: Documents, signals: list[Signals] | None, config: SplitConfig, run: StageRun) -> None:
-    """Hold out documents before the tokenizer, the mixture experiments and the model learn from the other documents.
+    """Hold out documents before the tokenizer, the mixture experiments and the model learn from the others.
 
-    The hash of a document's URL decides, so all versions of a page are on one side. A page stays on its side when the corpus grows, except
-    in small categories (`heldout_least`). The output is the mixture that reads each training document once; `mix` turns it into the
-    training mixture. Without signals all documents are of one category.
+    A hash of the URL decides, so all versions of a page are on the same side. A page stays on its side when the corpus grows, except in
+    small categories (`heldout_least`). The output is a mixture that reads each training document once; `mix` turns it into the training
+    mixture. Without signals, all documents are in one category.
     """
     if not documents.rows():
-        raise PunaError(f"split: {documents.id} has no documents: there is nothing to hold out or to train on")
+        raise PunaError(f"split: {documents.id} has no documents to hold out or to train on")
     names = KINDS if config.kinds else (config.category,)
     columns = [name for artifact in signals or () for name in artifact.columns()]
     for name in names if signals or config.kinds else ():
@@ -83,7 +83,7 @@ def _measure(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig
 
 
 def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: SplitConfig) -> pa.Array:
-    """Return each document's category: the kind if `kinds` is set, else the signal `category` (`unknown` if the signal is null or "")."""
+    """Return each document's category: its kind if `kinds` is set, else the signal `category` (`unknown` if that is null or "")."""
     if config.kinds is None:
         category = pc.fill_null(_signal(ids, signals, config.category).cast(pa.string()), UNKNOWN)
         return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
@@ -141,10 +141,10 @@ class Sides:
 
 
 def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
-    """Return the rule that holds out URLs: those with a chance below `heldout_fraction` (0: no URL at all), and more in small categories.
+    """Return the rule that holds out URLs: those with a chance below `heldout_fraction` (0: none), and more in small categories.
 
-    A category holds out at least its `heldout_least` smallest chances, but at most a third of its documents. A category that would be
-    held out whole is spared. Versions of a page may be of different categories: a URL held out of one category is held out of all.
+    A category holds out at least its `heldout_least` smallest chances, but at most a third of its documents. A category that would be held
+    out completely is spared. Versions of a page may be in different categories; a URL held out in one category is held out in all.
     `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance, category).
     """
     none = np.zeros(0)
@@ -189,6 +189,6 @@ def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) 
 
 
 def _elsewhere(rows: pa.Table, categories: frozenset[str], chances: frozenset[float]) -> set[float]:
-    """Return the members of `chances` that documents outside `categories` have, too."""
+    """Return those of `chances` that also occur in documents outside `categories`."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     return set(chances) & set(rows["chance"].to_numpy()[~inside].tolist())

@@ -18,22 +18,22 @@ from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 
 BUCKET_DOCUMENTS = 20_480
-"""Number of documents, consecutive by id, that are shuffled and packed together. Ids are hashes, so a bucket is a random sample."""
+"""Number of documents, consecutive by id, that are shuffled and packed together. Ids are hashes, so each bucket is a random sample."""
 
 
 class TokenizeConfig(SeededConfig):
     """Settings of tokenization."""
 
-    sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens of a packed row")
+    sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per packed row")
 
 
 @stage(kind="tokens")
 def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer, config: TokenizeConfig, run: StageRun) -> None:
     """Encode the training split and pack it into full rows, as Llama 3 does (section 3.2; attention stays inside a document).
 
-    A document is enclosed in BOS and EOS tokens and repeated as often as the mixture says (without a mixture: once). Every 20,480
-    documents form a bucket, whose copies are shuffled by a hash of seed, id and copy number. Rows are cut every `sequence_length`
-    tokens: a document that does not fit continues in the next row, and only the last row of a bucket may be shorter.
+    A document is enclosed in BOS and EOS tokens and repeated as often as the mixture says (without a mixture: once). Every 20,480 documents
+    form a bucket, in which all copies are shuffled by a hash of seed, id and copy number. Rows are cut every `sequence_length` tokens: a
+    document that does not fit continues in the next row, and only the last row of a bucket may be shorter.
     """
     check_mixture(run, documents, mixture)
     parts = documents.parts(columns=["id", "text"], rows=BUCKET_DOCUMENTS)
@@ -44,7 +44,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
     for counts in encoded.infos:
         totals.update({int(bucket): count for bucket, count in counts["buckets"].items()})
     if not totals:
-        raise PunaError(f"{documents.id} has no training documents in this mixture: there is nothing to tokenize")
+        raise PunaError(f"{documents.id} has no training documents in this mixture to tokenize")
     jobs, first = [], 0
     for bucket in sorted(totals):
         jobs.append((encoded.parts[bucket], first))

@@ -1,4 +1,4 @@
-"""Training of the tokenizer: byte-level BPE, learned from a sample of the training documents."""
+"""Training of a byte-level BPE tokenizer on a sample of the training documents."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TRAIN_SPLIT = "train"
 
 
 class TokenizerConfig(SeededConfig):
-    """Sizes of the vocabulary and of the text sample to learn it from. `new_tokens` extends the tokenizer of an input model."""
+    """The vocabulary size, and the size of the training sample. `new_tokens` extends the tokenizer of an input model."""
 
     vocab_size: int = Field(4096, ge=262, le=1_000_000, description="Number of tokens, including the 256 bytes and the special tokens")
     new_tokens: int = Field(0, ge=0, le=1_000_000, description="Tokens to add to the input model's tokenizer; pretraining adds embeddings")
-    max_bytes: int = Field(8_000_000, ge=1000, description="Maximum text to learn from, bytes; a hash of the id chooses the documents")
+    max_bytes: int = Field(8_000_000, ge=1000, description="Maximum bytes of the training sample; a hash of the id chooses documents")
 
 
 def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
@@ -42,10 +42,10 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 
     With a mixture, only its training documents are used. The sample is the documents with the smallest hashes, as many as fit into
-    `max_bytes` (at least one); the merges depend only on how often each word occurs in the sample. One library call learns all merges:
-    Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and 128,000 tokens on two cores); after a kill it starts again. A
-    tokenizer trained from scratch must restore every sampled text when it decodes the text's tokens. Given a model, its tokenizer is reused
-    for continued pretraining; `new_tokens` tokens are learned from the sample and added.
+    `max_bytes` (at least one); the merges depend only on how often each word occurs in it. One library call learns all merges, so Ctrl-C
+    and Stop wait for its end (4 s by default, 71 s for 240 MB and 128,000 tokens on two cores); after a kill it starts again. A tokenizer
+    trained from scratch must decode the tokens of every sampled text to the same text. With a model, its tokenizer is reused for continued
+    pretraining; `new_tokens` tokens are learned from the sample and added.
     """
     from puna.models.tokens.growth import grown_tokenizer
     from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
@@ -55,7 +55,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     seed = run.seed("sample")
     sample = smallest(run.map(_sizes, parts, mixture, seed, config.max_bytes), config.max_bytes)
     if not sample:
-        raise PunaError(f"{documents.id} has no training documents with text: there is nothing to learn a vocabulary from")
+        raise PunaError(f"{documents.id} has no training documents with text to learn a vocabulary from")
     size, last = sum(row[2] for row in sample), sample[-1][:2]
     texts = (row.text for part in parts for row in _sample(part, mixture, seed, last))
     if model is None:
@@ -71,24 +71,24 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     run.metric("vocab_size", load(str(run.folder)).vocab_size)
     run.metric("sample_documents", len(sample))
     run.metric("sample_bytes", size)
-    # An imported tokenizer may normalise texts; only a tokenizer trained here must decode to the same text.
+    # An imported tokenizer may normalise texts; only a tokenizer trained here must decode to the original text.
     _measure(list(run.map(_lengths, parts, mixture, seed, last, str(run.folder), model is None, rows=len(parts))), run)
 
 
 def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun) -> None:
-    """Write the tokenizer that `learn` returns; raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample."""
+    """Write the tokenizer that `learn` returns. Raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample."""
 
     def learn_files() -> dict[str, str]:
         interruptible(learn).save(run.folder)
         return {name: (run.folder / name).read_text(encoding="utf-8") for name in FILES}
 
-    with Stop():  # a stop waits for the library call's result, which the next attempt reuses
+    with Stop():  # a stop waits for the result of the library call, which the next attempt reuses
         for name, text in cached_json(run.scratch / "fit-merges.json", learn_files).items():
             (run.folder / name).write_text(text, encoding="utf-8")
     if (count := load(str(run.folder)).vocab_size) < tokens:
         raise PunaError(
-            f"the sample of {size} bytes has words for {count} tokens only, not for {tokens}; "
-            "give more documents, raise max_bytes or ask for fewer tokens"
+            f"the sample of {size} bytes gives only {count} tokens, not {tokens}; "
+        "give more documents, raise max_bytes or ask for fewer tokens"
         )
 
 

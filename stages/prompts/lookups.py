@@ -1,7 +1,6 @@
-"""Baselines without a model: answers to held-out questions, made only from the gold answers of training questions.
+"""Baselines without a model: answers to held-out questions, derived only from the gold answers to training questions.
 
-A held-out question that a baseline answers correctly shows nothing about a model: the answer follows from the training data.
-"""
+If a baseline answers a held-out question correctly, the question shows nothing about a model: its answer follows from training data."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ from puna.storage import PunaError
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
-"""Pattern of a token: a digit, a run of letters or a mark. The demo's tokenizer has one token per digit, too."""
+"""Pattern of a token: a digit, a run of letters or a mark. The demo's tokenizer also has one token per digit."""
 MOST = 1_000
-"""Maximum number of held-out questions, and of gold answers, that are used."""
+"""Maximum number of held-out questions, and of gold answers, to use."""
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
 REPEATED = (NUMBERS, WORDS, EDITS)
 """Names of the baselines that repeat the gold answer of the nearest training question."""
@@ -48,7 +47,7 @@ class _Text:
 
     @cached_property
     def form(self) -> str:
-        """Return the wording: the text without its numbers."""
+        """Return the wording, that is, the text without its numbers."""
         return NUMBER.sub("", self.text)
 
     @cached_property
@@ -63,7 +62,7 @@ class _Text:
 def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool = False) -> dict[str, dict[str, float]]:
     """Return baseline → id of a held-out question → 1 if the baseline's answer is correct, else 0.
 
-    Only the first `MOST` questions and gold answers by id are used; of equally near training questions, the first. Questions are left out
+    Only the first `MOST` questions and gold answers by id are used; ties between training questions go to the first. Questions are left out
     if the verifier is faulty or, unless `trusted`, needs a separate process. The result is empty without gold answers or questions.
     """
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
@@ -110,7 +109,7 @@ def _shared_words(one: _Text, other: _Text) -> float:
 
 
 def _close_numbers(one: _Text, other: _Text) -> float:
-    """Return minus the sum of absolute differences between two questions' numbers; minus infinity if the wordings or counts differ."""
+    """Return minus the sum of absolute differences between two questions' numbers; minus infinity if wordings or counts differ."""
     if one.form != other.form or len(one.numbers) != len(other.numbers):
         return -math.inf
     return -sum(abs(a - b) for a, b in zip(one.numbers, other.numbers, strict=True))
@@ -132,13 +131,13 @@ class _Edits:
         for token in text.tokens:
             differs = self._known != self._number.get(token, -2)
             best = np.concatenate([last[:, :1] + 1, np.minimum(last[:, 1:] + 1, last[:, :-1] + differs)], 1)
-            # Each insertion adds 1 to the left neighbour: a running minimum after subtracting the column index.
+            # Each insertion adds 1 to the left neighbour, which is a running minimum after subtracting the column index.
             last = np.minimum.accumulate(best - columns, 1) + columns
         return np.take_along_axis(last, self._lengths[:, None], 1)[:, 0]
 
 
 def _replace_tokens(known: _Text, text: _Text) -> str:
-    """Return the answer of `known`. Tokens of its question that are replaced in `text` are replaced in the answer, too."""
+    """Return the answer of `known`, with the tokens replaced that differ between its question and `text`."""
     changes: dict[str, str] = {}
     for kind, a, b, c, d in SequenceMatcher(None, known.tokens, text.tokens, autojunk=False).get_opcodes():
         if kind == "replace":
@@ -147,7 +146,7 @@ def _replace_tokens(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function that joins the commonest token at each place of known answers (of the commonest length) to the wording, or task."""
+    """Return a function from a question to the commonest token at each position of known answers (of the commonest length) to its form."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

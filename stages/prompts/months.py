@@ -1,4 +1,4 @@
-"""Questions dated by month, and a comparison of accuracy on the newest month and on older months, which detects memorised questions."""
+"""Questions dated by month, and a comparison of accuracy on the newest and on older months, which detects memorised questions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from puna.storage import PunaError
 CYCLE = 24
 """Number of months after which a question may recur."""
 APART = 1_000_000
-"""Distance between the seeds of consecutive reasoning-gym entries. At a distance of 1, runs with neighbouring seeds would share entries."""
+"""Distance between the seeds of consecutive reasoning-gym entries. At a distance of 1, runs with adjacent seeds would share entries."""
 
 
 class DatedPromptsConfig(StageConfig):
     """Settings of dated questions: generators, months and amounts."""
 
-    tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
+    tasks: tuple[Task, ...] = Field(description="Generators; each gives the same number of questions", min_length=1)
     month: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="Month of the questions, YYYY-MM")
-    before: int = Field(1, ge=0, lt=CYCLE, description="Number of earlier months to generate questions for, too")
+    before: int = Field(1, ge=0, lt=CYCLE, description="Number of earlier months to generate questions for")
     questions: int = Field(50, ge=2, description="Number of questions per task and month")
     draws: int = Field(
-        10_000, ge=1, le=20_000, description="Maximum draws from a generator per month; about one draw in 24 belongs to the month"
+        10_000, ge=1, le=20_000, description="Maximum draws per generator and month; about one draw in 24 belongs to the month"
     )
 
 
@@ -38,8 +38,8 @@ class DatedPromptsConfig(StageConfig):
 def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
     """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
 
-    The month, the generator and its parameters decide all draws. A question belongs to the months whose number equals a hash of its text,
-    modulo 24. So no two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares these months.
+    All draws depend only on the month, the generator and its parameters. A question belongs to the months whose number equals a hash of its
+    text, modulo 24, so no two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares these months.
     """
     months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
     for number, task in enumerate(config.tasks):
@@ -51,7 +51,7 @@ def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
 
 
 def month_number(month: str) -> int:
-    """Return the number of months from January of the year 0 to YYYY-MM."""
+    """Return the number of months from January of year 0 to YYYY-MM."""
     year, number = map(int, month.split("-"))
     return 12 * year + number - 1
 
@@ -77,7 +77,7 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
         if len(rows) == count:
             return list(rows.values())
     raise PunaError(
-        f"task {task.task}: {draws} draws give {len(rows)} different questions for {month}, which takes one in {CYCLE}; {count} are "
+        f"task {task.task}: {draws} draws give {len(rows)} different questions for {month}, which gets one in {CYCLE}, but {count} are "
         "needed: draw more, widen the task's parameters or ask for fewer"
     )
 
@@ -86,16 +86,16 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
 def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
     """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
-    A model that memorised older questions solves more of these than of new ones. Rows hold, per task scored in the newest and older months,
-    and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap of several tasks is the mean of
-    their gaps, with Student's interval; the metric `by_heart` is true if this interval and that of all questions pooled lie above 0.
+    A model that memorised older questions solves more of them than of new ones. Rows hold, for each task scored in the newest and in older
+    months, and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap over `all` is the mean of
+    the tasks' gaps, with Student's interval; the metric `by_heart` is true if this interval and that of all questions pooled lie above 0.
     """
     scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
     shares: dict[str, dict[str, list[bool]]] = {}
     for row in prompts.read(columns=["id", "task"]).to_pylist():
         name, at, month = row["task"].rpartition("@")
         if not at:
-            raise PunaError(f"dated_gap: prompt {row['id']} of {prompts.id} is of the task {row['task']}, without a month (TASK@YYYY-MM)")
+            raise PunaError(f"dated_gap: prompt {row['id']} of {prompts.id} has the task {row['task']}, without a month (TASK@YYYY-MM)")
         if row["id"] in scores:
             shares.setdefault(name, {}).setdefault(month, []).append(scores[row["id"]])
     newest = max((month for months in shares.values() for month in months), default="")

@@ -29,35 +29,35 @@ class Task(StageConfig):
     task: str = Field(min_length=1, description="Generator: digits, sentence, scene, record, or one of reasoning-gym's")
     name: str = Field("", description="Name of the task in tables and reports; empty: the generator's name")
     parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Parameters of the generator; others keep their defaults")
-    gold: bool = Field(True, description="Write the task's gold answers; false: the questions have only verifiers")
+    gold: bool = Field(True, description="Write the task's gold answers; false: its questions only have verifiers")
 
 
 class PromptsConfig(SeededConfig):
     """Settings of the questions and of their split."""
 
-    tasks: tuple[Task, ...] = Field(description="Generators, each giving the same number of questions", min_length=1)
-    train: int = Field(400, ge=0, description="Training questions per task")
-    heldout: int = Field(100, ge=0, description="Held-out questions per task, which do not depend on `train` and `skip`")
-    skip: int = Field(0, ge=0, description="Training questions per task to skip, so that rounds take disjoint slices")
-    draws: int = Field(10_000, ge=1, description="Draws from each generator; prompts are chosen among the different questions drawn")
+    tasks: tuple[Task, ...] = Field(description="Generators; each gives the same number of questions", min_length=1)
+    train: int = Field(400, ge=0, description="Number of training questions per task")
+    heldout: int = Field(100, ge=0, description="Number of held-out questions per task; they do not depend on `train` and `skip`")
+    skip: int = Field(0, ge=0, description="Number of training questions per task to skip, so that rounds get disjoint questions")
+    draws: int = Field(10_000, ge=1, description="Number of draws per generator; prompts are chosen among the distinct questions drawn")
     heldout_fraction: float = Field(0.2, gt=0, lt=1, description="Fraction of structures (reasoning-gym: of questions) that are held out")
-    references: bool = Field(True, description="Write the gold answers; false: prompts have only verifiers")
+    references: bool = Field(True, description="Write the gold answers; false: prompts only have verifiers")
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> PromptsConfig:
         if self.train + self.heldout == 0:
-            raise ValueError("train and heldout are both 0: there is nothing to generate")
+            raise ValueError("train and heldout are both 0; set one of them above 0")
         return self
 
 
 @stage(kind="prompts")
 def prompts(config: PromptsConfig, run: StageRun) -> None:
-    """Generate questions with gold answers by procedural generators; a question has its generator's verifier.
+    """Generate questions with gold answers by procedural generators; each question has its generator's verifier.
 
-    No question occurs twice, over all tasks. Questions are ordered by a hash of their text. So rounds of equal settings that `skip` the
-    training questions of earlier rounds take disjoint random samples. Puna's generators give a question a structure, and whole structures
-    are held out: no training question has a held-out structure. reasoning-gym's generators give none: a hash of the question decides. Raise
-    PunaError if a task has too few different questions.
+    No question occurs twice, over all tasks. Questions are ordered by a hash of their text, so rounds with equal settings that `skip` the
+    training questions of earlier rounds get disjoint random samples. Questions of Puna's generators have a structure, and whole structures
+    are held out: no training question has a held-out structure. Questions of reasoning-gym have none: a hash of the question decides. Raise
+    PunaError if a task has too few distinct questions.
     """
     texts: set[str] = set()
     for number, task in enumerate(config.tasks):
@@ -105,16 +105,16 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:
-    """Yield the questions of `count` draws, without draws that divide by 0. reasoning-gym seeds draw i by seed + i · `apart`."""
+    """Yield the questions of `count` draws, skipping draws that divide by 0. reasoning-gym seeds draw i with seed + i · `apart`."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)
         yield from (own.draw(random) for _ in range(count))
         return
     if task.task == "codeio":
-        raise PunaError("task codeio: runs the programs of its data set in this process, where they write files; choose another task")
+        raise PunaError("task codeio runs the programs of its data set in this process, where they can write files; choose another task")
     parameters = json.dumps(task.parameters, sort_keys=True)
-    # Python's generator takes any integer. One task seeds numpy, which takes 32 bits.
+    # Python's generator takes any integer, but one task seeds numpy, which takes 32 bits.
     dataset = copy.copy(generator(task.task, parameters, seed=seed if apart == 1 else seed % 2**32, size=count))
     for draw in range(count):
         if apart != 1:
@@ -132,10 +132,10 @@ def _draw_entry(dataset: Any, index: int, task: Task, parameters: str) -> dict[s
     except ZeroDivisionError:
         return None
     except (AssertionError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        # Some generators check their parameters only when they draw.
+        # Some generators check their parameters only when drawing.
         raise PunaError(f"task {task.task}: drawing with the parameters {parameters} failed: {error!r}") from error
     if entry["answer"] is None:
-        raise PunaError(f"task {task.task}: gives no reference answers; choose another task")
+        raise PunaError(f"task {task.task} gives no reference answers; choose another task")
     try:
         # Tuples become lists, which the scorers accept; fractions become text, which no scorer reads.
         as_json: dict[str, Any] = json.loads(json.dumps(entry, default=_fraction))

@@ -1,7 +1,6 @@
 """Puna's own tasks: questions with many correct answers, generated at random and checked by a verifier.
 
-Every question has a structure, such as a group of nouns. Held-out questions have structures that no training question has.
-"""
+Every question has a structure, such as a group of nouns. Held-out questions have structures that no training question has."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class DigitsTask(Generator):
             question = f"Write {self.count} {('even', 'odd')[remainder]} numbers of two digits, {way}, that begin with {digits_text}."
         else:
             lower, upper = random.randint(10, 29), random.randint(70, 99)
-            # All numbers of these tens lie between the bounds. There are at least four such tens, enough for `count`.
+            # All numbers with these tens digits lie between the bounds. There are at least four such digits, enough for `count`.
             tens = sorted(random.sample(range(lower // 10 + 1, upper // 10), self.count), reverse=self.order == "falling")
             numbers = [10 * ten + digit for ten, digit in zip(tens, digits, strict=True)]
             verifier |= {"lower": lower, "upper": upper}
@@ -142,7 +141,7 @@ class RecordTask(Generator):
 
 
 def _a(word: str) -> str:
-    """Return a noun of the lists after its indefinite article; none of them begins with a silent letter or the sound of "you"."""
+    """Return a noun with its indefinite article. None of the listed nouns starts with a silent letter or the sound of "you"."""
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
@@ -163,5 +162,5 @@ GENERATORS: dict[str, type[Generator]] = {kind.name: kind for kind in (DigitsTas
 
 
 def of(name: str, parameters: dict[str, JsonValue]) -> Generator | None:
-    """Return Puna's generator `name` with these parameters; None if Puna has no such generator. Raise PunaError for a wrong parameter."""
+    """Return Puna's generator `name` with these parameters, or None if there is none. Raise PunaError for a wrong parameter."""
     return parse(GENERATORS[name], dict[str, Any](parameters), f"task {name}") if name in GENERATORS else None

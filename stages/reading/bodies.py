@@ -16,23 +16,23 @@ from puna.stages.reading.files import GZIP_MAGIC, ZSTD_MAGIC, zstd_pieces
 
 GZIP, ZLIB, RAW = 31, 15, -15  # zlib's window bits for a gzip header, a zlib header and no header
 TRAILER = 8  # bytes of checksum and length at the end of a gzip member
-PACKED_BYTES = 1 << 12  # compressed bytes per call: zlib copies the bytes after a member, and a body may have many members
+PACKED_BYTES = 1 << 12  # compressed bytes per call: zlib copies the bytes after a gzip member, and a body may have many members
 CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
 LINE_END = re.compile(rb"\r?\n")
-MOST_ENCODINGS = 4  # maximum encodings of a body: servers send one besides chunked
-HEAD_BYTES = 10  # maximum bytes of a chunk's head without extensions
+MOST_ENCODINGS = 4  # maximum number of encodings of a body: servers use one besides chunked
+HEAD_BYTES = 10  # maximum bytes of a chunk header without extensions
 HEAD_BEGUN = re.compile(rb"[0-9a-fA-F]{0,8}\r?")
-NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # control characters, if no UTF-16 BOM is first
+NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # controls, no UTF-16 BOM first
 
 
 def decode(body: bytes, encodings: str, limit: int) -> bytes:
-    """Return the decoded body. `encodings` lists the content encodings in the order of encoding; unencoded bodies (HTML) stay as they are.
+    """Return the decoded body. `encodings` lists the content encodings in the order they were applied. Unencoded HTML is returned
+    unchanged.
 
-    Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or has too many or unknown encodings.
-    """
+    Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or has too many or unknown encodings."""
     several = [e.strip() for e in encodings.split(",") if e.strip()]
     if len(several) > MOST_ENCODINGS:
-        raise ValueError(f"{len(several)} encodings, one in the other; at most {MOST_ENCODINGS} are undone")
+        raise ValueError(f"{len(several)} nested encodings; at most {MOST_ENCODINGS} are decoded")
     for encoding in reversed(several):
         if encoding == "identity" or body[:1024].lstrip()[:1] == b"<":
             continue
@@ -45,12 +45,12 @@ def decode(body: bytes, encodings: str, limit: int) -> bytes:
         except EOFError as error:
             raise ValueError(f"truncated {encoding} body") from error
         if len(body) > limit:
-            raise ValueError(f"the {encoding} body unpacks to more than {limit} bytes")
+            raise ValueError(f"the {encoding} body decompresses to more than {limit} bytes")
     return body
 
 
 def gunzip(body: bytes, limit: int) -> bytes:
-    """Return the content of consecutive gzip members, at most `limit` + 1 bytes; other bytes after them are ignored.
+    """Return the content of consecutive gzip members, at most `limit` + 1 bytes. Any other bytes after them are ignored.
 
     Raise EOFError if the data end inside a member, zlib.error for damage. A missing checksum or length at the very end is accepted.
     """
@@ -68,7 +68,7 @@ def gunzip(body: bytes, limit: int) -> bytes:
 
 
 def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
-    """True if the gzip member that unpacked to `piece` lacks only bytes of its checksum and length."""
+    """True if the gzip member that decompressed to `piece` lacks only bytes of its checksum and length."""
     trailer = struct.pack("<II", zlib.crc32(piece), len(piece) & 0xFFFFFFFF)
     for missing in range(1, TRAILER + 1):
         twin = engine.copy()
@@ -82,8 +82,8 @@ def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
 
 def _inflate(body: bytes, limit: int) -> bytes:
     """Return a deflate body (zlib's header optional) decompressed to at most `limit` + 1 bytes; text is kept unless it begins with x."""
-    bare = body[:1] != b"\x78" or int.from_bytes(body[:2], "big") % 31 != 0  # zlib's header holds a checksum
-    text = bare and not NO_TEXT.match(body)  # the body may be decoded already
+    bare = body[:1] != b"\x78" or int.from_bytes(body[:2], "big") % 31 != 0  # zlib's header contains a checksum
+    text = bare and not NO_TEXT.match(body)  # the body may already be decoded
     engine = zlib.decompressobj(RAW if bare else ZLIB)
     try:
         out = engine.decompress(body, limit + 1)
@@ -99,7 +99,7 @@ def _inflate(body: bytes, limit: int) -> bytes:
 
 
 def unzstd(body: bytes, limit: int) -> bytes:
-    """Return the content of zstd frames, at most `limit` bytes plus one decompressed slice. Raise EOFError if a frame is cut off."""
+    """Return the content of zstd frames, at most `limit` bytes plus one decompressed slice. Raise EOFError if a frame is truncated."""
     out = bytearray()
     for piece in zstd_pieces(iter([body])):
         out += piece
@@ -109,7 +109,7 @@ def unzstd(body: bytes, limit: int) -> bytes:
 
 
 def _join_chunks(body: bytes, limit: int) -> bytes:
-    """Return the joined chunks of a body, which may be truncated after its first chunk; return any other body unchanged."""
+    """Return the joined chunks of a chunked body, which may be truncated after its first chunk; return any other body unchanged."""
     pieces: list[bytes] = []
     at, end = 0, None
     while head := CHUNK.match(body, at):
@@ -121,7 +121,7 @@ def _join_chunks(body: bytes, limit: int) -> bytes:
         at = end.end() if end else start + size
         if end is None:
             break
-    left = len(body) - at  # a truncated body leaves nothing, or the beginning of a chunk's head
+    left = len(body) - at  # a truncated body ends with nothing, or with part of a chunk header
     chain = left < HEAD_BYTES if len(pieces) > 1 else end is not None and HEAD_BEGUN.fullmatch(body, at) is not None
     return b"".join(pieces) if chain else body
 
@@ -140,5 +140,5 @@ DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
     "br": _unbrotli,
     "chunked": _join_chunks,
 }
-"""Encoding → decoder. gzip, zstd and chunked return unencoded bodies unchanged; deflate, text (see `_inflate`). Brotli has no signature."""
+"""Encoding → decoder. gzip, zstd and chunked return unencoded bodies unchanged; deflate, text (see `_inflate`). Brotli is not detected."""
 DECODERS["x-gzip"] = DECODERS["gzip"]

@@ -7,8 +7,8 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-YEARS = range(1678, 2262)  # years whose times fit into 64 bits of nanoseconds, which some readers of tables use
-STAMP = re.compile(r"(?:19|20)\d{6}(?:\d{6})?")  # a date, and perhaps a time, in digits alone: 20240131120000, as in indexes of crawls
+YEARS = range(1678, 2262)  # years whose times fit into 64-bit nanoseconds, which some table readers use
+STAMP = re.compile(r"(?:19|20)\d{6}(?:\d{6})?")  # a date, or a date and time, in digits alone, as in crawl indexes: 20240131120000
 LOW, HIGH = ((datetime(year, 1, 1, tzinfo=UTC) - EPOCH) // timedelta(microseconds=1) for year in (YEARS.start, YEARS.stop))
 
 
@@ -18,7 +18,7 @@ def microseconds(at: datetime) -> int:
         at = at.replace(tzinfo=UTC)
     count = (at - EPOCH) // timedelta(microseconds=1)
     if not LOW <= count < HIGH:
-        raise ValueError(f"the year {at.year} is not among {YEARS.start} to {YEARS.stop - 1}")
+        raise ValueError(f"the year {at.year} is not in the range {YEARS.start} to {YEARS.stop - 1}")
     return count
 
 

@@ -1,21 +1,20 @@
-"""Sizes that the pages of a Parquet file and the packed buffers of an Arrow stream declare, read before anything is unpacked.
+"""Sizes declared by the pages of a Parquet file and the compressed buffers of an Arrow stream, read before anything is decompressed.
 
-A Parquet file's footer may declare less than the pages unpack to, and an Arrow message is unpacked whole. Integers are truncated to the
-same bit widths as in Arrow's readers; otherwise a crafted file could show other sizes here.
-"""
+A Parquet file's footer may declare less than the pages decompress to, and an Arrow message is decompressed as a whole. Integers are
+truncated to the same bit widths as in Arrow's readers; otherwise a crafted file could show other sizes here."""
 
 from __future__ import annotations
 
 import struct
 from typing import Any, BinaryIO
 
-HEAD_BYTES = (1 << 9, 1 << 16, 1 << 24)  # bytes to read of a page's header: enough for most, for nearly all; Arrow's maximum
+HEAD_BYTES = (1 << 9, 1 << 16, 1 << 24)  # bytes to read of a page header: enough for most pages; for nearly all; Arrow's maximum
 DEPTH = 64  # maximum nesting of structs, as in Thrift
 LENGTHS = {1: 0, 2: 0, 3: 1, 7: 8, 13: 16}  # Thrift type → bytes of a value: true, false, byte, double, UUID
 
 
 def page_bytes(handle: BinaryIO, column: Any) -> int:
-    """Return the unpacked bytes of a column chunk's pages, headers included (what an honest footer declares), up to a damaged page."""
+    """Return the decompressed bytes of a column chunk's pages, headers included (what a correct footer declares), up to a damaged page."""
     at = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         at = min(at, column.dictionary_page_offset)
@@ -26,7 +25,8 @@ def page_bytes(handle: BinaryIO, column: Any) -> int:
 
 
 def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
-    """Return a page's packed and unpacked size, header included; None if the header is damaged (Arrow's reader stops there, too)."""
+    """Return a page's compressed and decompressed size, header included; None if the header is damaged (Arrow's reader also stops
+    there)."""
     for most in HEAD_BYTES:
         handle.seek(at)
         try:
@@ -39,7 +39,7 @@ def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
 
 
 def _sizes(data: bytes) -> tuple[int, int]:
-    """Return a page's packed and unpacked size, header included, by this Thrift header. IndexError if `data` ends, ValueError if bad."""
+    """Return a page's two sizes (see `_page`) from its Thrift header. Raise IndexError if `data` is too short, ValueError if it is bad."""
     numbers: dict[int, int] = {}
     at, field = 0, 0
     while kind := data[at]:
@@ -56,7 +56,7 @@ def _sizes(data: bytes) -> tuple[int, int]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return the zigzag-encoded integer at `at`, and the index after the integer."""
+    """Return the zigzag-encoded integer at `at`, and the index after it."""
     value, at = _varint(data, at)
     return (value >> 1) ^ -(value & 1), at
 
@@ -77,7 +77,7 @@ def _skip_value(data: bytes, at: int, kind: int, depth: int) -> int:
         raise ValueError("structs are nested too deeply")
     if kind in LENGTHS:
         return at + LENGTHS[kind]
-    if kind in (4, 5, 6, 8):  # whole numbers, and text by its length
+    if kind in (4, 5, 6, 8):  # integers, and text by its length
         value, at = _varint(data, at)
         return at + (value if kind == 8 else 0)
     if kind == 12:  # a struct
@@ -92,8 +92,8 @@ def _skip_value(data: bytes, at: int, kind: int, depth: int) -> int:
         count, at = _varint(data, at)
         kinds, at = ([data[at] >> 4, data[at] & 15], at + 1) if count else ([], at)
     else:
-        raise ValueError(f"a page's header has the type {kind}")
-    if count > len(data) - at:  # a value has one byte at least
+        raise ValueError(f"a page's header has the unknown type {kind}")
+    if count > len(data) - at:  # a value has at least one byte
         raise IndexError(count)
     for _ in range(count):
         for one in kinds:
@@ -102,7 +102,7 @@ def _skip_value(data: bytes, at: int, kind: int, depth: int) -> int:
 
 
 def stream_bytes(handle: BinaryIO) -> int:
-    """Return the bytes that the compressed buffers of an Arrow stream unpack to, by the length declared before each buffer."""
+    """Return the bytes that the compressed buffers of an Arrow stream decompress to, by the length declared before each buffer."""
     place, total = handle.tell(), 0
     try:
         while len(head := handle.read(4)) == 4 and (size := struct.unpack("<i", head)[0]):
@@ -112,7 +112,7 @@ def stream_bytes(handle: BinaryIO) -> int:
             buffers, length = _message(handle.read(size))
             body = handle.tell()
             for offset, packed in buffers:
-                if packed >= 8 and 0 <= offset <= length - 8:  # readers reject other places; these must not hide later buffers
+                if packed >= 8 and 0 <= offset <= length - 8:  # readers reject other positions; these must not hide later buffers
                     handle.seek(body + offset)
                     total += max(0, struct.unpack("<q", handle.read(8))[0])
             if length < 0:
@@ -126,7 +126,7 @@ def stream_bytes(handle: BinaryIO) -> int:
 
 
 def _message(data: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Return the compressed buffers of an Arrow message (a FlatBuffer) as (offset in its body, bytes), and the length of this body."""
+    """Return the compressed buffers of an Arrow message (a FlatBuffer) as (offset in its body, bytes), and the length of the body."""
 
     def field(table: int, number: int) -> int:
         vtable = table - struct.unpack_from("<i", data, table)[0]
@@ -143,7 +143,7 @@ def _message(data: bytes) -> tuple[list[tuple[int, int]], int]:
     if which == 2 and (inner := field(batch, 1)):  # a dictionary batch
         batch = at(inner)
     length = struct.unpack_from("<q", data, body)[0] if body else 0
-    packed = batch and (field(batch, 3) or b"ARROW:experimental_compression" in data)  # as in Arrow 0.17, which is still read
+    packed = batch and (field(batch, 3) or b"ARROW:experimental_compression" in data)  # as in Arrow 0.17, whose files can still be read
     if which not in (2, 3) or not packed or not (several := field(batch, 2)):
         return [], length
     start = at(several)

@@ -1,4 +1,4 @@
-"""Detection of the fields that hold a row's page, URL and date."""
+"""Detection of the fields that hold the page, URL and date of a row."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TEXT = ("text", "content", "body", "raw_content", "document", "article", "mainte
 HTML = ("html", "raw_html", "page_html", "html_content", "content_html", "body_html")
 URL = ("url", "uri", "link", "source_url", "page_url", "warc_target_uri", "href")
 TAG = re.compile(r"<(?:!doctype|html|head|body|div|p|span|a|h[1-6]|li|td)\b", re.IGNORECASE)
-ROWS, FILES = 50, 50  # maximum rows and files that are examined
+ROWS, FILES = 50, 50  # maximum number of rows and files to examine
 TEXT_CHARACTERS, HTML_CHARACTERS = 100, 40  # minimum mean lengths of pages (text, HTML) in a field with an unusual name
 CELL_BYTES = 1 << 26  # maximum bytes of an examined row
 
 
 @dataclass(frozen=True)
 class Found:
-    """Names of the fields that hold the page. `html`: `page` is HTML, not text; `url`, `date`: None if rows lack them; `names`: all fields.
+    """Names of a row's fields. `page`: the page, which is HTML if `html`, else text; `url`, `date`: None if missing; `names`: all fields.
 
     `others`: the page fields of other files of the input, each with an example file.
     """
@@ -40,7 +40,7 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the page's fields in an input's rows; None if no file has any. PunaError instead if all files are tables and one is textless.
+    """Return the fields in an input's rows, or None if no file has any. PunaError instead if all files are tables and one has no text.
 
     If files differ, fields with usual names are preferred, then the fields of the files with the most bytes.
     """
@@ -60,7 +60,7 @@ def sniff(external: External) -> Found | None:
             same = next((one for one in votes if (one.page, one.html) == (found.page, found.html)), found)
             usual = found.page.lower().rpartition(".")[2] in (*TEXT, *HTML)
             size = votes.pop(same, (0, 0))[1] + file.bytes
-            # An address field that some files lack is not used: rows without it would be lost.
+            # A URL field that some files lack is not used, since rows without it would be lost.
             both = same if same.url == found.url else replace(same, url=None)
             votes[both], examples[both] = (usual, size), examples.pop(same, file.name)
     if not votes and without is not None and len(tables) == len(external.files):
@@ -70,7 +70,7 @@ def sniff(external: External) -> Found | None:
 
 
 def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
-    """Return the fields of flat rows. The page's field: by a usual name (HTML first), else by mean length. PunaError if none has text."""
+    """Return the fields of flat rows. The page's field is found by its name (HTML first), else by mean length. PunaError without text."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     texts = {name: [value for row in rows if isinstance(value := row.get(name), str | bytes) and value] for name in names}
     texts = {name: values for name, values in texts.items() if len(values) * 2 >= len(rows)}
@@ -107,5 +107,5 @@ def flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _rows(file: ExternalFile) -> Iterator[dict[str, Any]]:
     kind = FORMATS[suffix(file.name)]
     with file.open() as handle:
-        # Lines that are not objects are skipped; `ingest` reports such lines.
+        # Lines that are not objects are skipped here; `ingest` reports them.
         yield from (row.fields for row in read_rows(handle, file.location, kind, CELL_BYTES) if isinstance(row, Row))

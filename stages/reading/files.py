@@ -22,10 +22,10 @@ GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 CHUNK_BYTES = 1 << 20
 RATIO, FREE_BYTES, RECORD_BYTES = 500, 128 << 20, 200
-"""A file may unpack to `FREE_BYTES`, or to `RATIO` times its size if that is more. Very repetitive text reaches a ratio of about 100.
-Each record counts as `RECORD_BYTES` more, because records without text cost time as well."""
-WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`, with which some published dumps are compressed
-SLICE_BYTES = 512  # bytes of zstd to unpack at once: four bytes may unpack to 128 KiB, and the library has no limit
+"""A file may decompress to `FREE_BYTES`, or to `RATIO` times its size if that is more. Very repetitive text reaches a ratio of about 100.
+Each record counts `RECORD_BYTES` extra, because records without text take time, too."""
+WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`, which some published dumps use
+SLICE_BYTES = 512  # bytes of zstd input per call: four bytes may decompress to 128 KiB, and the library has no limit
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # raised by reading a damaged or truncated file
 
 
@@ -36,7 +36,7 @@ def suffix(name: str) -> str:
 
 
 class Unpacking:
-    """Counter of a file's unpacked bytes; `add` raises PunaError above the limit for the file's size. No limit if it cannot seek."""
+    """A counter of a file's decompressed bytes. `add` raises PunaError above the file's limit. No limit for unseekable files."""
 
     def __init__(self, name: str, handle: BinaryIO) -> None:
         self._name, self._packed, self._bytes = name, 1 << 60, 0
@@ -49,13 +49,13 @@ class Unpacking:
         self._bytes += size + RECORD_BYTES * records
         if self._bytes > max(FREE_BYTES, RATIO * self._packed):
             raise PunaError(
-                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more; only a file made to fill the machine does "
-                "this. If you trust the file, unpack it yourself and give the unpacked file, as JSON Lines or CSV"
+                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more, as in files made to fill a machine. "
+                "If you trust the file, unpack it yourself and give the unpacked file, as JSON Lines or CSV"
             )
 
 
 class _Pieces(io.RawIOBase):
-    """A stream of decompressed pieces, which delivers all data before a damaged place."""
+    """A stream of decompressed pieces, which delivers all data before a damaged position."""
 
     def __init__(self, source: Any, pieces: Iterator[bytes], unpacking: Unpacking) -> None:
         self._source, self._pieces, self._left, self._unpacking = source, pieces, memoryview(b""), unpacking
@@ -77,8 +77,8 @@ class _Pieces(io.RawIOBase):
 
 
 def zstd_pieces(data: Iterator[bytes], window: int = 0) -> Iterator[bytes]:
-    """Yield the content of zstd frames in pieces. Raise EOFError if the data end inside a frame. `window`: maximum bytes of a frame's
-    window (0: 128 MB), whose memory is allocated only as it fills."""
+    """Yield the content of zstd frames in pieces. Raise EOFError if the data end inside a frame. `window`: maximum window of a frame in
+    bytes (0: 128 MB); its memory is allocated only as it fills."""
     engine = None
     for left in (chunk[at : at + SLICE_BYTES] for chunk in data for at in range(0, len(chunk), SLICE_BYTES)):
         while left:
@@ -104,7 +104,7 @@ def decompress(handle: BinaryIO, name: str, unpacking: Unpacking | None = None) 
 
 
 def address(source: str, name: str) -> str:
-    """Return the URL file:///SOURCE/NAME, for a page or row of a file that gives no URL."""
+    """Return the URL file:///SOURCE/NAME, for a page or row without a URL."""
     return f"file:///{quote(source)}/{quote(name)}"
 
 
@@ -136,7 +136,7 @@ def field_at(row: Any, path: str) -> Any:
 
 
 class Job(NamedTuple):
-    """One file to read, or (if `file` is None) one shard of a data set on the hub."""
+    """One file to read or, if `file` is None, one shard of a hub data set."""
 
     source: str
     format: str
@@ -171,7 +171,7 @@ def jobs_of(
 
 
 def hub_stream(uri: str, subset: str | None, split: str) -> Any:
-    """Return a streaming data set of the hub, `hf://datasets/OWNER/NAME[@REVISION]` (in tests: a local folder). PunaError if it fails."""
+    """Return a streaming hub data set, `hf://datasets/OWNER/NAME[@REVISION]` (in tests: a local folder). Raise PunaError on failure."""
     import datasets
 
     name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")

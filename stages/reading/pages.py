@@ -1,4 +1,4 @@
-"""Output of all readers: pages, and records rejected with a reason."""
+"""What all readers yield: pages, and records rejected with a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Page(NamedTuple):
-    """A record that holds a page. `fetched_at`: microseconds since 1970, UTC; `where`: file, and the record's place in the file."""
+    """A record that holds a page. `fetched_at`: microseconds since 1970, UTC; `where`: the file, and the record's position in it."""
 
     url: str
     fetched_at: int
@@ -21,7 +21,7 @@ class Page(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A record that was rejected: the rule, the record's file and place, a message, and for a limit the value and the threshold."""
+    """A rejected record: the rule, its file and position, a message, and for a limit the value and the threshold."""
 
     rule: str
     where: str
@@ -30,11 +30,11 @@ class Rejected(NamedTuple):
     threshold: float | None = None
 
 
-NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules of records that hold no page; they are counted separately
+NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules for records that hold no page; they are counted separately
 
 
 def page_id(source: str, page: Page) -> str:
-    """Return a hash, as 32 hex digits, of the source and of all fields of a page except `where`."""
+    """Return a hash of the source and all fields of a page except `where`, as 32 hex digits."""
     head = f"{source}\0{page.url}\0{page.fetched_at}\0{page.content_type}\0{page.charset or ''}\0"
     state = hashlib.blake2b(head.encode("utf-8", "surrogatepass"), digest_size=16)
     state.update(page.body)
@@ -42,13 +42,13 @@ def page_id(source: str, page: Page) -> str:
 
 
 def rejected_id(source: str, rejected: Rejected) -> str:
-    """Return a hash, as 32 hex digits, of the source and the rejected record's `where`."""
+    """Return a hash of the source and the rejected record's `where`, as 32 hex digits."""
     text = f"rejected\0{source}\0{rejected.where}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def repetitions(ids: list[str]) -> tuple[NDArray[np.bool_], dict[int, str]]:
-    """Return a mask bool[n], true where an id of a sorted list first occurs, and index → new id (of the same shard) of each repetition."""
+    """Return a mask bool[n] of first occurrences in a sorted list of ids, and index → new id (in the same shard) for each repetition."""
     first = np.array([at == 0 or ids[at] != ids[at - 1] for at in range(len(ids))], bool)
     others, number = {}, 0
     for at in np.flatnonzero(~first).tolist():

@@ -1,7 +1,6 @@
 """Readers of inputs other than web archives: folders of pages, Parquet, JSON, CSV, saved and remote Hugging Face data sets.
 
-Each reader yields a `Page` per record, or a `Rejected` with the rule that refused the record.
-"""
+Each reader yields a `Page` per record, or a `Rejected` with the rule that rejected the record."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ DATE_COLUMNS = (
     "fetched_at", "fetch_time", "crawled_at", "crawl_date", "crawl_time", "crawl_timestamp", "crawl_ts", "date", "datetime", "timestamp",
     "published_at", "publish_date", "date_published", "added", "created", "created_at",
 )  # fmt: skip
-"""Fields that usually hold the time of a row, the best first."""
-PACKED_ROOM = 1 << 16  # compressed bytes of a page that are read beyond 2 * max_bytes
+"""Usual names of the field that holds a row's time, in order of preference."""
+PACKED_ROOM = 1 << 16  # compressed bytes of a page that are read in addition to 2 * max_bytes
 FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
 """Rule of a `Fault` → rule of the `Rejected`. All other rules become malformed_record."""
-FIELDS_SHOWN = 8  # maximum fields that a message names, for a record without a page
+FIELDS_SHOWN = 8  # maximum number of fields that a message lists for a record without a page
 
 
 class Columns:
-    """The fields that hold a row's page, URL and date; see `IngestConfig` for the names."""
+    """The fields that hold a row's page, URL and date; see `IngestConfig` for their names."""
 
     def __init__(self, text: str, html: str | None, url: str | None, date: str | None) -> None:
         self.body = html or text
@@ -61,13 +60,13 @@ class Columns:
 
 
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield a file as one page or rejection. The media type follows from the file's name; the date is 1970-01-01.
+    """Yield a file as one page or rejection. The media type is derived from the file's name; the date is 1970-01-01.
 
-    The body holds at most `max_bytes` + 1 decompressed bytes.
+    The body is truncated to `max_bytes` + 1 decompressed bytes.
     """
     media = MEDIA_TYPES.get(suffix(name))
     if media is None:
-        yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is no known kind of page")
+        yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is not a known type of page")
         return
     try:
         if name.lower().endswith(".gz"):
@@ -99,7 +98,7 @@ def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
     """Yield one page or rejection per row of a Parquet file, read in batches.
 
-    A text in a dictionary is decoded once per batch, or rejected undecoded above `max_bytes`. The rest of a damaged group is one rejection.
+    Dictionary text is decoded once per batch, or rejected undecoded above `max_bytes`. The rest of a damaged row group is one rejection.
     """
     (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
     column_names = _existing(file.schema_arrow.names, name, columns)
@@ -134,7 +133,7 @@ def _of_batch(batch: Any, source: str, name: str, number: int, columns: Columns,
 
 
 def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """Yield one page or rejection per row of a saved Hugging Face data set's file (Arrow stream). Raise PunaError for damage."""
+    """Yield one page or rejection per row of a file of a saved Hugging Face data set (Arrow stream). Raise PunaError for damage."""
     number, unpacking = 0, Unpacking(name, handle)
     for batch in batches(handle, name, "dataset"):
         batch = batch.select(_existing(batch.schema.names, name, columns))
@@ -168,7 +167,7 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     if isinstance(body, str):
         try:
             body = body.encode()
-        except UnicodeEncodeError as error:  # JSON may hold halves of surrogate pairs
+        except UnicodeEncodeError as error:  # JSON may contain lone surrogates
             return Rejected("malformed_record", where, f"{name}, row {number + 1}: {error}")
     if not isinstance(body, bytes):
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.body} {_type_named(body)}")
@@ -184,7 +183,7 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
     at = moment(field_at(row, column)) if column else 0
     if at is None and columns.date is not None:
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, columns.date)!r}, not a date")
-    # A column with a usual name may hold something other than a date: keep the text.
+    # A column with a usual name may contain something other than a date; keep the page's text.
     return Page(url, at or 0, columns.content_type, "utf-8", body, where)
 
 

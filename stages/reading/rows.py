@@ -1,8 +1,7 @@
 """Readers of rows from files: JSON documents, arrays and lines, Parquet, CSV and TSV, saved Hugging Face data sets.
 
-Each reader yields a `Row` per valid record, else a `Fault` with the record's number and the reason. Rows stream: memory is bounded
-by `max_row_bytes` and a batch, whatever the size of the file.
-"""
+Each reader yields a `Row` per valid record, else a `Fault` with the record's number and the reason. Rows are streamed: memory is bounded by
+`max_row_bytes` and a batch, whatever the size of the file."""
 
 from __future__ import annotations
 
@@ -21,27 +20,27 @@ from puna.storage import PunaError, errors_at
 
 CHUNK_CHARACTERS = 1 << 18
 BLANK = re.compile(r"[\s\ufeff]*")
-BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # escaped first bytes of UTF-16, which never occur in UTF-8
+BYTE_ORDER_MARKS = ("\udcff", "\udcfe")  # first bytes of UTF-16 (BOM, escaped), which never occur in UTF-8
 LINE_OF_VALUE = re.compile(r"\n(?=[{\[])")
-BROKEN_RECORDS = 10  # a broken record counts as this many: a line of brackets costs as much time as many records
-REPEATED_CHARACTERS = 4  # this many characters that are decoded again, from a later line, count as a record
-DEPTH = 500  # levels of a value nested too deeply for the decoder that are passed over at once; the decoder reads more
-NESTING = re.compile(r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+|[\[{]|[\]}]|(?<![0-9])[0-9]{4301,}')  # Python reads 4300 digits
-LONGEST_TOKEN = 16  # maximum characters of a number, name or escape after the place where the decoder stops
+BROKEN_RECORDS = 10  # a broken record counts as this many records: a line of brackets takes as much time
+REPEATED_CHARACTERS = 4  # this many characters that are decoded a second time, from a later line, count as one record
+DEPTH = 500  # levels to skip at once in a value nested too deeply for the decoder, which can read more
+NESTING = re.compile(r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+|[\[{]|[\]}]|(?<![0-9])[0-9]{4301,}')  # Python's limit on digits of an integer
+LONGEST_TOKEN = 16  # maximum characters of a number, name or escape after the position where the decoder stops
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".arrow": "dataset"}
-COLUMNAR = ("parquet", "dataset", "hub")  # formats in which every row has every field; absent values are null
+COLUMNAR = ("parquet", "dataset", "hub")  # formats in which every row has every field; missing values are null
 SIDECARS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 
 
 class Row(NamedTuple):
-    """A record: its unique number in the file, from 1 (in JSON Lines, the line number), and its fields."""
+    """A record: its unique number in the file, starting at 1 (in JSON Lines, the line number), and its fields."""
 
     number: int
     fields: dict[str, Any]
 
 
 class Fault(NamedTuple):
-    """A record that is not a row: its number, the wrong field ("": the whole record), the rule, a message."""
+    """A record that is not a row: its number, the faulty field ("": the whole record), the rule, a message."""
 
     number: int
     field: str
@@ -50,7 +49,7 @@ class Fault(NamedTuple):
 
 
 def format_of(name: str, head: bytes) -> str | None:
-    """Return a file's format, a value of `FORMATS`, by the name, else by the first bytes `head`; None if neither decides."""
+    """Return a file's format, one of `FORMATS`, by its name or else by its first bytes `head`; None if neither determines it."""
     kind = FORMATS.get(suffix(name))
     if kind is not None:
         return kind
@@ -74,7 +73,7 @@ def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Ite
 
 
 def _check_unicode(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
-    """Yield rows and faults. A row that is nested too deeply, or whose text holds surrogates (invalid in UTF-8), becomes a fault."""
+    """Yield rows and faults. A row that is nested too deeply, or whose text contains surrogates (invalid in UTF-8), becomes a fault."""
     for row in rows:
         try:
             wrong = _broken_field(row.fields) if isinstance(row, Row) else None
@@ -84,7 +83,7 @@ def _check_unicode(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
         if wrong is None:
             yield row
         else:
-            yield Fault(row.number, wrong, "invalid_utf8", "holds bytes or halves of surrogate pairs that are no Unicode text")
+            yield Fault(row.number, wrong, "invalid_utf8", "holds bytes or lone surrogates that are not valid Unicode text")
 
 
 def _broken_field(fields: dict[str, Any]) -> str | None:
@@ -93,7 +92,7 @@ def _broken_field(fields: dict[str, Any]) -> str | None:
 
 
 def is_text(*values: Any) -> bool:
-    """True if all text in the values can be written as UTF-8: JSON may hold halves of surrogate pairs."""
+    """True if all text in the values can be written as UTF-8. JSON may contain lone surrogates, which cannot."""
     for value in values:
         if isinstance(value, str):
             try:
@@ -117,12 +116,12 @@ def _object(number: int, value: Any) -> Row | Fault:
 class _Broken(Exception):
     """An error for a JSON value that is invalid, truncated or too long.
 
-    Its arguments are the rule, a message, and the number of characters that were decoded for an earlier broken value, too.
+    Its arguments are the rule, a message, and the number of characters that had already been decoded for an earlier broken value.
     """
 
 
 class _Text(str):
-    """Text without a count of lines: json's errors count them from the start of the text, which takes long in a large buffer."""
+    """Text that reports no line numbers: json's errors count lines from the start of the text, which is slow in a large buffer."""
 
     def count(self, *place: object) -> int:
         return 0
@@ -141,7 +140,7 @@ class _Values:
         self.line, self.damage, self.repeated = 1, "", ""
 
     def head(self) -> str:
-        """Move to the next character that is not white space, and return it; empty at the end of the file."""
+        """Move to the next character that is not white space and return it; empty at the end of the file."""
         while True:
             blank = BLANK.match(self._text, self._at)
             assert blank is not None
@@ -154,7 +153,7 @@ class _Values:
         self._go(self._at + 1)
 
     def next(self, most: int) -> Any:
-        """Return the value at `_at` and move past the value. Raise _Broken if it is not valid JSON, or longer than `most` characters."""
+        """Return the value at `_at` and move past it. Raise _Broken if it is not valid JSON, or is longer than `most` characters."""
         while True:
             error: Exception | None = None
             self.repeated = ""
@@ -165,11 +164,11 @@ class _Values:
                 left = self._end_of_text - end
                 more = failure.msg.startswith("Unterminated string") or left < (1 if self._ended else LONGEST_TOKEN)
             except (ValueError, RecursionError) as failure:
-                broken = self._error("invalid_json", f"is no JSON: {failure}, at {self._place(self._at)}", end := self._limit())
-                self._go(end)  # the lines before it are as wrong
+                broken = self._error("invalid_json", f"is not JSON: {failure}, at {self._place(self._at)}", end := self._limit())
+                self._go(end)  # the lines before it are equally broken
                 raise broken from failure
             else:
-                more = end == len(self._text)  # a number may go on
+                more = end == len(self._text)  # a number may continue
             if more and not self._ended and len(self._text) - self._at <= most:
                 self._read_on()
             elif (len(self._text) if more else end) - self._at > most:
@@ -179,7 +178,7 @@ class _Values:
                 return value
             else:
                 rule = "truncated_file" if more and self._ended else "invalid_json"
-                raise self._error(rule, f"is no JSON: {error.msg}, at {self._place(end)}", end) from error  # type: ignore[attr-defined]
+                raise self._error(rule, f"is not JSON: {error.msg}, at {self._place(end)}", end) from error  # type: ignore[attr-defined]
 
     def _error(self, rule: str, message: str, end: int) -> _Broken:
         """Return an error for the value at `_at`, which was decoded up to `end`."""
@@ -188,7 +187,7 @@ class _Values:
         return _Broken(rule, message, max(0, again))
 
     def _limit(self) -> int:
-        """Return a place in the value at `_at` that is nested `DEPTH` deep or holds too long an integer; `_at` if there is none."""
+        """Return a position in the value at `_at` where it is nested `DEPTH` deep or holds too long an integer; `_at` if there is none."""
         depth = 0
         for token in NESTING.finditer(self._text, self._at):
             depth += (token[0] in "[{") - (token[0] in "]}")
@@ -221,7 +220,7 @@ class _Values:
         return f"line {self.line + str.count(self._text, chr(10), self._at, at)}, column {self._passed + at - start + 1}"
 
     def _read_on(self) -> None:
-        """Drop consumed text and at least double the rest by reading, so that a long value is scanned only a few times."""
+        """Drop consumed text and read until the rest has at least doubled, so that a long value is scanned only a few times."""
         self._passed += self._at
         pieces, size, self._text, self._at = [self._text[self._at :]], 0, _Text(), 0
         least = max(CHUNK_CHARACTERS, len(pieces[0]))
@@ -238,14 +237,14 @@ class _Values:
 
 
 def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
-    """Yield the values of a JSON file: one value, one per line, or one after the other. If the file begins with an array, yield its items.
+    """Yield the values of a JSON file: one value, one per line, or several in sequence. If the file starts with an array, yield its items.
 
     Commas between values may be missing. After a broken value, reading continues at the next line that begins with { or [.
     """
     values = _Values(source)
     first = values.head()
     if first in BYTE_ORDER_MARKS:
-        yield Fault(1, "", "invalid_utf8", "is UTF-16, and JSON is UTF-8: convert the file, for example with iconv -f UTF-16 -t UTF-8")
+        yield Fault(1, "", "invalid_utf8", "is UTF-16, but JSON must be UTF-8: convert the file, for example with iconv -f UTF-16 -t UTF-8")
         return
     arrays, inside, whole, number = first == "[", False, True, 0
     while head := values.head():
@@ -260,7 +259,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -
         number, line = number + 1 if arrays else max(number + 1, values.line), values.line
         try:
             value = values.next(max_row_bytes)
-            twice = Fault(number, values.repeated, "repeated_name", "is there more than once") if values.repeated else None
+            twice = Fault(number, values.repeated, "repeated_name", "occurs more than once") if values.repeated else None
             yield twice or _object(number, value)
         except _Broken as error:
             unpacking.add(0, records=BROKEN_RECORDS + error.args[2] // REPEATED_CHARACTERS)
@@ -268,18 +267,18 @@ def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -
             lines, whole = values.line - line, False
             at_end = not values.head()
             if at_end and values.damage:
-                number -= 1  # the fault of the damaged file, below, reports this record
+                number -= 1  # the fault for the damaged file, below, reports this record
                 break
-            rest = "; the rest of the file is not read" if at_end else f"; {lines} lines are passed over" if lines > 1 else ""
+            rest = "; the rest of the file is not read" if at_end else f"; {lines} lines are skipped" if lines > 1 else ""
             yield Fault(number, "", error.args[0], error.args[1] + rest)
     if values.damage:
-        yield Fault(number + 1, "", "truncated_file", f"the file cannot be read on from here: {values.damage}")
+        yield Fault(number + 1, "", "truncated_file", f"the rest of the file cannot be read: {values.damage}")
     elif inside and whole:
         yield Fault(number + 1, "", "truncated_file", "the array does not end")
 
 
 class _Lines:
-    """Iterator over the lines of a text. It raises csv.Error if the lines read since `size` was set to 0 exceed `most` characters."""
+    """An iterator over the lines of a text. It raises csv.Error if the lines read since `size` was set to 0 exceed `most` characters."""
 
     def __init__(self, text: io.TextIOWrapper, most: int, unpacking: Unpacking) -> None:
         self._text, self._most, self._unpacking, self.size = text, most, unpacking, 0
@@ -299,15 +298,15 @@ class _Lines:
 
 
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
-    """Yield one row or fault per record after the header; cells are text. `delimiter`: "" infers it. PunaError for a bad header."""
+    """Yield one row or fault per record after the header; cells are text. `delimiter`: "" detects it. PunaError for a bad header."""
     csv.field_size_limit(max_row_bytes)
-    with errors_at(f"{name}: its first line, the names of the columns, cannot be read", csv.Error, *DAMAGE):
+    with errors_at(f"{name}: its header line, the names of the columns, cannot be read", csv.Error, *DAMAGE):
         delimiter = delimiter or delimiter_of(source.peek(1 << 16))
         lines = _Lines(io.TextIOWrapper(source, "utf-8-sig", "surrogateescape", newline=""), max_row_bytes, unpacking)
         records = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(records, [])
     if find_repeated(names) or (names and not all(names)):
-        raise PunaError(f"{name}: its first line has to name every column, each once; it holds {', '.join(map(repr, names))}")
+        raise PunaError(f"{name}: its header line must name every column, each once; it holds {', '.join(map(repr, names))}")
     number = 0
     while True:
         number, lines.size, before = number + 1, 0, records.line_num
@@ -319,14 +318,14 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
             yield Fault(number, "", "invalid_csv", f"cannot be read: {error}{over}")
             continue
         except DAMAGE as error:
-            yield Fault(number, "", "truncated_file", f"the file cannot be read on from here: {error}")
+            yield Fault(number, "", "truncated_file", f"the rest of the file cannot be read: {error}")
             return
         if cells is None:
             return
         if not cells:
             number -= 1
         elif len(cells) != len(names):
-            yield Fault(number, "", "invalid_csv", f"has {len(cells)} cells, the header has {len(names)}")
+            yield Fault(number, "", "invalid_csv", f"has {len(cells)} cells, but the header line has {len(names)}")
         else:
             yield Row(number, dict(zip(names, cells, strict=True)))
 
@@ -361,5 +360,5 @@ def _batch(batch: Any, before: int, most: int, unpacking: Unpacking) -> Iterator
 
 
 def stream_rows(rows: Any) -> Iterator[Row | Fault]:
-    """Yield the rows of a streaming Hugging Face data set, or of any iterable of dicts; a fault for an item that is no dict."""
+    """Yield the rows of a streaming Hugging Face data set, or of any iterable of dicts; a fault for an item that is not a dict."""
     return starmap(_object, enumerate(rows, 1))

@@ -1,4 +1,4 @@
-"""The reader of pages from WARC and WET archives: it parses the records that `warc_frames` finds, and HTTP responses in them."""
+"""A reader of pages from WARC and WET archives: it parses the records that `warc_frames` finds, and the HTTP responses in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from puna.stages.reading.warc_frames import MAX_HEADER_BYTES, frames
 
 STATUS = re.compile(r"(?:HTTP/\d(?:\.\d)?|ICY) +(\d{3})(?!\d)", re.IGNORECASE)
 HEADER_END = re.compile(rb"\r?\n\r?\n")
-HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that begins with a space or tab continues the line before
+HEADER_LINE = re.compile(r"\r?\n(?![ \t])")  # a line that starts with a space or tab continues the previous line
 WEB = ("http://", "https://")
 SCHEMES = ("http", "https", "ftp", "file", "")
 SCRIPTS = re.compile(r"text/x-(?:(?:java|ecma|live|j)script|component|cross-domain-policy)")
@@ -70,7 +70,7 @@ def _page(record: Any, where: str, said: str, limit: int) -> Page | Rejected:
 
 
 def _no_page(url: str) -> str | None:
-    """Return why the content at a URL is never a page (a scheme such as dns: or metadata:, or /robots.txt); else None."""
+    """Return why the content of a URL is never a page (a scheme such as dns: or metadata:, or /robots.txt), else None."""
     if url.startswith(WEB) and "/robots.txt" not in url and url.isprintable():
         return None  # the usual case; `urlsplit` drops some unprintable characters
     try:
@@ -78,12 +78,12 @@ def _no_page(url: str) -> str | None:
     except ValueError:
         return None
     if parts.scheme.lower() not in SCHEMES:
-        return f"{parts.scheme}: is no address of a page"
+        return f"{parts.scheme}: is not a scheme of pages"
     return "it is for crawlers" if parts.path == "/robots.txt" else None
 
 
 def _of_media(page: Page, said: str) -> Page | Rejected:
-    """Return the page, or a rejection if it is a script: a website's scripts are not documents, unlike source files in a folder."""
+    """Return the page, or a rejection if it is a script: scripts of websites are not documents, unlike source files in a folder."""
     return Rejected("not_a_page", page.where, f"{said}: {page.content_type}") if SCRIPTS.fullmatch(page.content_type) else page
 
 

@@ -1,8 +1,7 @@
 """Record boundaries of WARC and WET archives, robust to truncation and damage.
 
-FastWARC parses the inside of a record, but it ends silently at a truncated archive and stops at the first damaged byte.
-So this module finds records by their headers (ISO 28500), reports a bad record with its offset, and continues at the next record.
-"""
+FastWARC parses the content of a record, but it ends silently at a truncated archive and stops at the first damaged byte. So this module
+finds records by their headers (ISO 28500), reports bad records with their offsets, and continues at the next record."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from puna.stages.reading.files import GZIP_MAGIC, SLICE_BYTES, ZSTD_MAGIC, Unpac
 CHUNK_BYTES = 1 << 20
 PACKED_BYTES = 1 << 14  # compressed bytes per call: zlib copies the bytes after a member, and most members are small
 OUTPUT_BYTES = 1 << 24
-OVERRUNS = 8  # maximum damaged members after which the rest of the file is searched again from the member's start
+OVERRUNS = 8  # maximum number of damaged members for which the file is searched again from the start of the member
 MAX_HEADER_BYTES = 1 << 16
 ZSTD_DICTIONARY_MAGIC = b"\x5d\x2a\x4d\x18"
 ANY_LENGTH = re.compile(rb"^[ \t]*content-length[ \t]*:[^\d\n]*(\d{1,4000})", re.IGNORECASE | re.MULTILINE)
@@ -35,7 +34,7 @@ START_BYTES = len(b"\nWARC/1.0\r\n")
 
 @dataclass(frozen=True)
 class Frame:
-    """One record: its offset in the file (compressed: the offset of its member), and its bytes, or the violated rule and the problem."""
+    """One record: its offset in the file (compressed: its member's offset), and its bytes, or the violated rule and the problem."""
 
     offset: int
     problem: str = ""
@@ -57,7 +56,7 @@ def frames(handle: BinaryIO, max_record_bytes: int, unpacking: Unpacking) -> Ite
 
 
 Block = tuple[int, bytes | str]
-"""File offset of bytes (plain) or of their compressed member; and the bytes, or the reason why a stretch of the file cannot be read."""
+"""(file offset of bytes, or of their compressed member; the bytes, or the reason why this part of the file cannot be read)."""
 
 
 def _count_bytes(blocks: Iterator[Block], unpacking: Unpacking) -> Iterator[Block]:
@@ -82,7 +81,7 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
             base, data, at = base + len(data), handle.read(CHUNK_BYTES), 0
             continue
         member, start, engine = base + at, at, zlib.decompressobj(31)
-        pending: list[bytes] = []  # a small member is yielded only after its checksum matched
+        pending: list[bytes] = []  # a small member is yielded only after its checksum has been verified
         size = 0
         try:
             while not engine.eof:
@@ -101,7 +100,7 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
                         base, data, at = _next_member(handle, member + 3, handle.read(CHUNK_BYTES), 0)
                     if data:
                         overruns += 1
-                        yield member, "damaged gzip data (it runs on over the next member)"
+                        yield member, "damaged gzip data (it overlaps the next member)"
                         break
                     yield member, b"".join(pending)
                     yield member, "the file ends inside a gzip member"
@@ -109,20 +108,20 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
             else:
                 yield member, b"".join(pending)
         except zlib.error as error:
-            if "check" not in str(error):  # bytes before the damage are right; a wrong checksum locates no damage
+            if "check" not in str(error):  # bytes before the damage are right, but a wrong checksum does not locate the damage
                 yield member, b"".join(pending)
             yield member, f"damaged gzip data ({error})"
             base, data, at = _next_member(handle, base, data, start + 3 if base + start == member else start)
 
 
 def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int, bytes, int]:
-    """Return (offset of the data, data, index in the data) of the first member from data[at] on that begins with a record.
+    """Return (offset of the data, data, index in the data) of the first member at or after data[at] that begins with a record.
 
-    The data are empty at the end of the file. `base`: offset of `data` in the file; `handle` stands at the end of `data`.
+    The data are empty at the end of the file. `base`: offset of `data` in the file; `handle` is positioned at the end of `data`.
     """
     while True:
         position = data.find(GZIP_MAGIC, at)
-        skip = position if position >= 0 else max(0, len(data) - 2)  # no magic number before this place
+        skip = position if position >= 0 else max(0, len(data) - 2)  # no magic number before this position
         if (position < 0 or len(data) - position < PACKED_BYTES) and (more := handle.read(CHUNK_BYTES)):
             base, data, at = base + skip, data[skip:] + more, 0
         elif position < 0:
@@ -151,7 +150,7 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
         return
     while packed := handle.read(SLICE_BYTES):
         member, engine = offset, decompressor.decompressobj()
-        pending = bytearray()  # a small frame is yielded only after its checksum, if any, matched
+        pending = bytearray()  # a small frame is yielded only after its checksum, if any, has been verified
         try:
             while not engine.eof:
                 if not packed:
@@ -171,21 +170,21 @@ def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
                 yield member, bytes(pending)
             yield member, f"damaged zstd data ({error})"
             damages += 1
-            # A damaged frame may have consumed the next frames: search again from its start, but only a few times.
+            # A damaged frame may have consumed the next frames, so search again from its start, but only a few times.
             behind = member + len(ZSTD_MAGIC)
             offset = _next_frame(handle, behind if damages <= OVERRUNS else max(behind, offset))
         handle.seek(offset)
 
 
 def _dictionary(handle: BinaryIO) -> tuple[zstandard.ZstdCompressionDict | None, int]:
-    """Return an archive's dictionary and the size of the dictionary's frame; (None, 0) without one. `handle` is left after the frame."""
+    """Return an archive's dictionary and the size of its frame; (None, 0) without one. `handle` is left after the frame."""
     head = handle.read(8)
     if head[:4] != ZSTD_DICTIONARY_MAGIC:
         handle.seek(0)
         return None, 0
     size = int.from_bytes(head[4:], "little")
     if size > OUTPUT_BYTES:
-        raise ValueError(f"{size} bytes are announced, {OUTPUT_BYTES} are read at most")
+        raise ValueError(f"{size} bytes are declared, but at most {OUTPUT_BYTES} are read")
     raw = handle.read(size)
     raw = unzstd(raw, OUTPUT_BYTES) if raw[:4] == ZSTD_MAGIC else raw
     return zstandard.ZstdCompressionDict(raw), 8 + size
@@ -219,13 +218,13 @@ def _frames(buffer: _Buffer, max_record_bytes: int) -> Iterator[Frame]:
                 yield Frame(offset, data=data)
                 continue
             end = "gzip member or zstd frame" if buffer.cut else "file"
-            problem = buffer.damage or f"the {end} ends inside the record ({length} bytes announced)"
+            problem = buffer.damage or f"the {end} ends inside the record ({length} bytes declared)"
         yield Frame(offset, problem, rule)
         buffer.resynchronize()
 
 
 def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
-    """Return the violated rule and a message. For a valid header: the rule that applies if the record is cut off, and ""."""
+    """Return the violated rule and a message. For a valid header, return the rule to use if the record is truncated, and ""."""
     if header is None and buffer.damage is None and buffer.size > MAX_HEADER_BYTES:
         return "malformed_record", f"no header of at most {MAX_HEADER_BYTES} bytes"
     if header is None:
@@ -238,8 +237,8 @@ def _header_fault(buffer: _Buffer, header: bytes | None) -> tuple[str, str]:
     if HEADER_END.search(header) is None:
         return "malformed_record", "the next record begins inside the record's header"
     if any(int(other) != int(length[1]) for other in ANY_LENGTH.findall(header)):
-        # Another reader may use another of the lengths, and allocate as much memory.
-        return "malformed_record", "the record's header announces several lengths"
+        # Another reader may use a different one of the lengths, and allocate that much memory.
+        return "malformed_record", "the record's header declares several lengths"
     return "truncated_record", ""
 
 
@@ -250,8 +249,8 @@ class _Buffer:
         self._blocks = blocks
         self._members = members
         self._data = bytearray()
-        self._starts: deque[tuple[int, int]] = deque()  # (bytes ever dropped or held before a block, its offset)
-        self._records: deque[int] = deque()  # bytes ever dropped or held before a member that begins with a record
+        self._starts: deque[tuple[int, int]] = deque()  # (bytes dropped or held before a block, the block's offset)
+        self._records: deque[int] = deque()  # bytes dropped or held before a member that begins with a record
         self._dropped = 0
         self.damage: str | None = None
         self.cut = False
@@ -270,7 +269,7 @@ class _Buffer:
         return offset if self._members else offset + self._dropped - before
 
     def _more(self) -> bool:
-        """Read one block; return False at the end of the file and at damage. `damage` stays set until `resynchronize`."""
+        """Read one block; return False at the end of the file or at damage. `damage` stays set until `resynchronize`."""
         block = next(self._blocks, None) if self.damage is None else None
         if block is None:
             return False
@@ -305,10 +304,10 @@ class _Buffer:
                 return False
 
     def header(self) -> bytes | None:
-        """Return the header with its blank line, or up to the next record's start; None if it is truncated or above `MAX_HEADER_BYTES`.
+        """Return the header with its blank line, or up to the next record's start; None if it is truncated or longer than
+        `MAX_HEADER_BYTES`.
 
-        Bytes after the header are not scanned, so that many false starts do not cost quadratic time.
-        """
+        Bytes after the header are not scanned, so that many false starts do not take quadratic time."""
         searched = 0
         while True:
             if match := HEADER_END_OR_START.search(self._data, searched):
@@ -321,7 +320,7 @@ class _Buffer:
     def _member_end(self) -> int | None:
         """Return the number of bytes before the next member that begins with a record; None if no such member is in the buffer.
 
-        Other members do not count: members of a fixed size, as bgzip writes them, may end inside a record.
+        Other members are ignored: members of a fixed size, as written by bgzip, may end inside a record.
         """
         while self._records and self._records[0] <= self._dropped:
             self._records.popleft()
@@ -333,7 +332,7 @@ class _Buffer:
         return self.cut
 
     def take(self, count: int) -> bytes | None:
-        """Return the first `count` bytes, or None (and drop nothing) if the file or member has fewer, or damage comes first."""
+        """Return the first `count` bytes; None, dropping nothing, if the file or member has fewer or if damage comes first."""
         while not self._is_cut(count):
             if len(self._data) >= count:
                 data = bytes(self._data[:count])
@@ -349,7 +348,7 @@ class _Buffer:
             if count <= len(self._data):
                 self._drop(count)
                 return True
-            # One byte stays: it tells which member the next block belongs to.
+            # One byte is kept, because it tells which member the next block belongs to.
             count -= max(0, len(self._data) - 1)
             self._drop(max(0, len(self._data) - 1))
             if not self._more():
@@ -357,7 +356,7 @@ class _Buffer:
         return False
 
     def resynchronize(self) -> None:
-        """Drop everything up to where the next record may start."""
+        """Drop everything up to the position where the next record may start."""
         if self.damage is not None:
             self.damage = None
             self._drop(len(self._data))

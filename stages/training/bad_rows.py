@@ -1,4 +1,4 @@
-"""Handling of rows that cannot become examples: drop them with a reason, or refuse the run."""
+"""Handling of rows that cannot become examples: drop them with a reason, or stop the run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class BadRowsConfig(StageConfig):
 
     bad_rows: Literal["drop", "refuse"] = Field(
         "drop",
-        description="A row that the chat template refuses, or that is too long: drop it, with its reason in `dropped`, or refuse the run",
+        description="A row that the chat template rejects, or that is too long: drop it, with its reason in `dropped`, or refuse the run",
     )
 
 
 class Limit(NamedTuple):
-    """A limit of `tokens` for a row, from the setting `field`. `what`: the measured text; `remedy`: advice for keeping the row."""
+    """A limit of `tokens` for a row, from the setting `field`. `what`: what is measured; `remedy`: advice for keeping the row."""
 
     tokens: int
     field: str
@@ -35,10 +35,10 @@ class Limit(NamedTuple):
 
 
 class BadRows:
-    """Collector of the rows that a stage drops while it renders its input; `dropped` holds them as rows of the table `dropped`.
+    """A collector of the rows that a stage drops while it renders its input; `dropped` holds them as rows of the table `dropped`.
 
-    Rules include `chat_template` (the template refuses the row; the detail names the turn), `not_messages` (a column holds no
-    conversation) and `too_long` (value and threshold in tokens)."""
+    Rules include `chat_template` (the template rejects the row; the detail names the turn), `not_messages` (a column holds no conversation)
+    and `too_long` (value and threshold in tokens)."""
 
     def __init__(self, config: BadRowsConfig, stage: str) -> None:
         self._refuse, self._stage = config.bad_rows == "refuse", stage
@@ -48,7 +48,7 @@ class BadRows:
         self, rows: Iterable[Row], make: Callable[[Row], T], size: Callable[[T], int], limit: Limit,
         *others: tuple[Callable[[T], int], Limit],
     ) -> list[tuple[Row, T]]:  # fmt: skip
-        """Return (row, example) of each usable row. Drop rows that `make` refuses or whose size exceeds a limit; see `drop`."""
+        """Return (row, example) for each usable row. Drop rows that `make` rejects or whose size exceeds a limit; see `drop`."""
         results = []
         for row, example in self.render(rows, make):
             over = next(((n, bound) for count, bound in ((size, limit), *others) if (n := count(example)) > bound.tokens), None)
@@ -61,7 +61,7 @@ class BadRows:
         return results
 
     def render(self, rows: Iterable[Row], make: Callable[[Row], T]) -> Iterator[tuple[Row, T]]:
-        """Yield (row, example) for each row that `make` accepts, whatever the size. Drop the other rows; see `drop`."""
+        """Yield (row, example) for each row that `make` accepts, whatever its size. Drop the other rows; see `drop`."""
         for row in rows:
             try:
                 example = make(row)
@@ -83,8 +83,8 @@ class BadRows:
         raise PunaError(f"{self._stage}: none of the {what} can be used ({counts}). The first: {self.dropped[0]['detail']}")
 
     def write(self, run: StageRun) -> None:
-        """Write the table `dropped`, and counts of all dropped rows as metrics, for a stage whose output rows are not its input rows."""
-        # Two inputs may hold rows with the same id: the table has one row per id and rule, the metrics count both.
+        """Write the table `dropped`, and counts of all dropped rows as metrics, for stages whose output rows are not their input rows."""
+        # Two inputs may have rows with the same id: the table has one row per id and rule, while metrics count both.
         run.write_rows(list({(row["id"], row["rule"]): row for row in reversed(self.dropped)}.values()), "dropped")
         run.metric("dropped_rows", len(self.dropped))
         for rule, count in sorted(Counter(row["rule"] for row in self.dropped).items()):

@@ -26,8 +26,8 @@ class Window(NamedTuple):
 def windows(length: int, context: int) -> list[Window]:
     """Return windows of at most `context` tokens (2 or more, else ValueError) over a document of `length` tokens.
 
-    Every token but the first is scored once. From the second window on, a scored token follows at least context // 2 tokens of its window,
-    so that few tokens are scored with little context.
+    Every token except the first is scored once. From the second window on, a scored token has at least context // 2 tokens before it in its
+    window, so that few tokens are scored with little context.
     """
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, not {context}")
@@ -44,7 +44,7 @@ def document_nats(
     model: Transformer, documents: Sequence[Sequence[int]], context: int, micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:  # fmt: skip
-    """Return -log p of each document of token ids, given the document's first token, in nats.
+    """Return -log p of each document of token ids, given its first token, in nats.
 
     Windows are packed into rows of about `micro_batch_tokens` tokens. Passes are exact if dtype and device allow (`can_be_exact`).
     """
@@ -63,7 +63,7 @@ def document_nats(
         with torch.no_grad(), exact_passes(weight.dtype, device, exact):
             logprobs = target_logprobs(model, targets).double()
         for (index, window), values in zip(batch, logprobs.split(targets.lengths.tolist()), strict=True):
-            # Target j of a window is its token j + 1.
+            # The j-th target of a window is its token j + 1.
             nats[index] -= float(values[window.first - window.start - 1 :].sum())
         position += len(batch)
         if progress:
@@ -92,8 +92,8 @@ class Level(NamedTuple):
 class NGrams:
     """An interpolated n-gram model of tokens (Witten and Bell 1991; Chen and Goodman 1999, section 2.4).
 
-    p(w | h) = (c(h w) + N(h) p(w | h')) / (c(h) + N(h)): c counts, N(h) is how many different tokens followed h, h' is h without its
-    first token, and below the empty context all tokens are equally likely. Contexts do not reach across the start of a document.
+    p(w | h) = (c(h w) + N(h) p(w | h')) / (c(h) + N(h)), where c counts, N(h) is the number of distinct tokens that follow h, and h' is h
+    without its first token. Below the empty context all tokens are equally likely. Contexts do not cross the start of a document.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]], order: int, vocabulary: int) -> None:
@@ -111,9 +111,9 @@ class NGrams:
             contexts = np.roll(ids, 1)
 
     def nats(self, documents: Sequence[Sequence[int]], *, page: bool = False) -> list[float]:
-        """Return -log p of each document, given the document's first token, in nats.
+        """Return -log p of each document, given its first token, in nats.
 
-        `page`: also interpolate with n-gram counts of the document's own earlier tokens (a cache LM): a baseline for repetition."""
+        `page`: also interpolate with n-gram counts of the document's own earlier tokens (a cache LM), as a baseline for repetition."""
         tokens, places = _flat(documents)
         share = self._share(tokens, places)
         if page:
@@ -135,7 +135,7 @@ class NGrams:
         return share
 
     def _with_page_counts(self, tokens: Ints, places: Ints, share: Floats) -> Floats:
-        """Return `share` interpolated, order by order, with n-gram counts of the tokens before each token in the same document."""
+        """Return `share` interpolated, order by order, with n-gram counts of the earlier tokens in the same document."""
         contexts = np.cumsum(places == 0) - 1
         for length in range(self.order):
             valid = places >= length
@@ -155,7 +155,7 @@ def _flat(documents: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 
 def _find(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the index of each wanted number in the sorted `keys`, and a mask of the numbers that `keys` contains."""
+    """Return the index of each wanted number in the sorted `keys`, and a mask of the wanted numbers that are in `keys`."""
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return at, keys[at] == wanted
 
@@ -173,7 +173,7 @@ def _earlier(groups: Ints, values: Ints) -> Ints:
 
 
 def _interpolate(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:
-    """Return Witten-Bell probabilities, which interpolate with `lower`, the lower order's; for an unseen context, `lower` itself."""
+    """Return Witten-Bell probabilities, interpolated with the lower order's, `lower`; for an unseen context, `lower` itself."""
     below = np.maximum(totals + kinds, 1)
     return np.where(totals > 0, (counts + kinds * lower) / below, lower)
 

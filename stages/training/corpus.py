@@ -19,7 +19,7 @@ KEPT = "kept"
 
 
 class Chosen(NamedTuple):
-    """One document of a split, with its category (a knowledge type, or the rule of a selection) and how often it is read."""
+    """A document of a split, with its category (a knowledge type, or a selection's rule) and the number of times it is read."""
 
     id: str
     text: str
@@ -60,7 +60,7 @@ def chosen_of(part: Part, mixture: Artifact | None, split: str) -> list[Chosen]:
 
 
 def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact | None) -> None:
-    """Raise PunaError if the mixture, if any, and `documents` do not hold the same ids. Workers compare one range of ids each."""
+    """Raise PunaError if there is a mixture and its ids differ from those of `documents`. Each worker compares one range of ids."""
     if mixture is None:
         return
     cut = max(1, documents.record().cut)
@@ -70,11 +70,11 @@ def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact | None) 
     for what, only in zip(messages, zip(*differences, strict=True), strict=True):
         if count := sum(number for number, _ in only):
             example = next(first for number, first in only if number)
-            raise PunaError(f"{mixture.id} {what.format(count)}, for example {example}; give the documents that the mixture was made of")
+            raise PunaError(f"{mixture.id} {what.format(count)}, for example {example}; give the documents that the mixture was made from")
 
 
 def _unlike(job: tuple[tuple[str, str | None], Beside, Beside]) -> list[tuple[int, str]]:
-    """Return, for each of two tables, the number of ids in a range that the other table lacks, and the first such id."""
+    """Return for each of two tables the number of ids in a range that are missing from the other table, and the first of them."""
     around, *tables = job
     one, other = ({id_ for piece in table.pieces(*around) for id_ in piece["id"].to_pylist()} for table in tables)
     return [(len(only), min(only, default="")) for only in (one - other, other - one)]
@@ -86,13 +86,13 @@ def of_part(part: Partition, function: Callable[..., Any], *args: Any) -> Any:
 
 
 Ranked = tuple[int, str, int, Any]
-"""A document in hash order: its hash, id, size in bytes, and any further value."""
+"""A document in hash order: its hash, id, size in bytes, and an optional further value."""
 
 
 def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
     """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes (at least one).
 
-    Memory holds the best rows so far, and about as many new rows, or about `held` new rows if these are more.
+    Memory holds the best rows so far, and about as many new rows, or about `held` new rows if that is more.
     """
     documents: list[Ranked] = []
     waiting: list[Ranked] = []
@@ -116,5 +116,5 @@ def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
 
 
 def rank(*parts: object) -> int:
-    """Return a 63-bit hash that orders rows independently of the order of files and the number of workers."""
+    """Return a 63-bit hash by which rows are ordered independently of file order and the number of workers."""
     return place(*parts) >> 1

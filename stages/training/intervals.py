@@ -1,4 +1,4 @@
-"""95 % confidence intervals of the numbers that an evaluation reports."""
+"""95 % confidence intervals for evaluation results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def evaluation_row(task: str, metric: str, value: Interval | float, n: int) -> d
 def wilson(successes: int, trials: int) -> Interval:
     """Return a share of successes with Wilson's score interval (Wilson 1927). Raise ValueError without trials.
 
-    The interval stays inside 0 to 1, and it has a width at shares of 0 and 1, where the normal interval has none.
+    The interval stays inside 0 to 1, and has a width even at shares of 0 and 1, where the normal interval has none.
     """
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"wilson needs 0 <= successes <= trials and a trial, not {successes} of {trials}")
@@ -80,7 +80,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interva
     """
     total, n = math.fsum(denominators), len(denominators)
     if n != len(numerators) or total <= 0:
-        raise ValueError(f"ratio needs as many numerators as denominators, of a positive sum; got {len(numerators)} and {n}")
+        raise ValueError(f"ratio needs as many numerators as denominators, and a positive sum; got {len(numerators)} and {n}")
     value = math.fsum(numerators) / total
     if n == 1:
         return Interval(value, value, value)
@@ -97,7 +97,7 @@ def mean(values: Sequence[float]) -> Interval:
 def paired_difference(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
     """Return the mean difference one - other over the common items, with Student's interval. Raise ValueError if there are none.
 
-    For two models on the same prompts, this interval is usually narrower than an unpaired one: the prompts' difficulty cancels.
+    For two models on the same prompts, this interval is usually narrower than an unpaired one, because the prompts' difficulty cancels out.
     """
     both = sorted(set(one) & set(other))
     if not both:

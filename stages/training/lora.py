@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"
-"""Folder of the adapters in a model artifact, and file of their weights."""
+"""Folder of the adapters in a model artifact, and the file of their weights."""
 INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 """Setting `initialization` → PEFT's `init_lora_weights`."""
 
@@ -42,10 +42,10 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """Add adapters if `method` is `lora`, and save (see `keeps`) and merge them at the end of the context. Yield `learning_rate_scales`.
+    """Add adapters if `method` is `lora`, and save (see `keeps`) and merge them at the end of the `with` block. Yield
+    `learning_rate_scales`.
 
-    With 4-bit matrices, `save_model` merges the adapters instead: until then the model needs less memory. With `full`, yield {}.
-    """
+    With 4-bit matrices, `save_model` merges the adapters instead, so that the model needs less memory until then. With `full`, yield {}."""
     from puna.models.formats.quantised import held_bytes, merge
 
     if config.method == "full":
@@ -63,7 +63,7 @@ def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterat
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
     """Add adapters to the model's projections; freeze all other weights except a scalar head. Return the number of trained parameters.
 
-    The model's outputs do not change (with PiSSA, up to rounding: adapters start as a part of each matrix, which loses this part).
+    The model's outputs do not change (with PiSSA, up to rounding: adapters start as a part of each matrix, which is reduced by this part).
     """
     import torch
     from peft import inject_adapter_in_model
@@ -81,7 +81,7 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
 
 
 def keeps(lora: LoraSettings) -> bool:
-    """True if `lora.keep` asks to save adapters, except for PiSSA: its adapters need the changed base matrices, which are not saved."""
+    """True if `lora.keep` asks to save adapters. PiSSA adapters are never saved, since they need the changed base matrices."""
     return lora.keep and lora.initialization == "zero"
 
 
@@ -104,6 +104,6 @@ def keep(model: Transformer, folder: Path) -> None:
 
 
 def learning_rate_scales(model: Transformer, lora: LoraSettings) -> dict[str, float]:
-    """Return parameter name → factor on its learning rate: `loraplus_ratio` for the matrices B (LoRA+)."""
+    """Return parameter name → learning rate factor: `loraplus_ratio` for the matrices B (LoRA+)."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_B." in name]
     return dict.fromkeys(names, lora.loraplus_ratio)

@@ -1,8 +1,7 @@
 """Loss as a function of the data mixture: two surrogates, weighted by how well they predict mixtures left out of their fit.
 
-The exponential law minus its floor has a logarithm that is linear in the slopes. So the fit searches over the floor and solves a linear
-least-squares problem for the slopes (variable projection, Golub and Pereyra 1973): it needs no starting point, and cannot diverge.
-"""
+The logarithm of the exponential law minus its floor is linear in the slopes. So the fit searches over the floor and solves a linear
+least-squares problem for the slopes (variable projection, Golub and Pereyra 1973); it needs no starting point and cannot diverge."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MixingLaw:
-    """Law of one category's loss: L(r) = floor + exp(slopes @ r), where r are the shares of all categories.
+    """The law of one category's loss: L(r) = floor + exp(slopes @ r), where r are the shares of all categories.
 
-    A data mixing law (Ye et al. 2024, arXiv 2403.16952), there written as c + k exp(t @ r). Shares add up
-    to one, so a constant added to all t multiplies k: here the slopes include log k.
+    This is a data mixing law (Ye et al. 2024, arXiv 2403.16952), written there as c + k exp(t @ r). Since shares add up to one, adding a
+    constant to all t multiplies k; here the slopes include log k.
     """
 
     floor: float
@@ -35,11 +34,11 @@ FLOORS = np.linspace(0.0, 0.98, 50)
 
 
 def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
-    """Return the law fitted to losses [n] at mixtures [n, M]. Raise ValueError for fewer than M + 1 mixtures, or a loss not above 0.
+    """Return the law fitted to losses [n] at mixtures [n, M]. Raise ValueError for fewer than M + 1 mixtures, or a loss that is not
+    positive.
 
-    For a given floor, the logarithm of the loss above the floor is linear in the shares. A squared error is weighted by
-    the square of the loss above the floor, which turns an error of the logarithm into an error of the loss.
-    """
+    For a given floor, the logarithm of the loss above the floor is linear in the shares. A squared error is weighted by the square of the
+    loss above the floor, which turns an error of the logarithm into an error of the loss."""
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     if r.ndim != 2 or len(r) != len(y) or len(r) < r.shape[1] + 1:
         raise ValueError(f"a mixing law over {r.shape[-1]} categories needs at least {r.shape[-1] + 1} mixtures, not {len(y)}")
@@ -52,7 +51,7 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
         slopes = np.linalg.lstsq(r * rest[:, None], np.log(rest) * rest, rcond=None)[0]
         law = MixingLaw(floor, slopes.astype(np.float64))
         error = float(((law(r) - y) ** 2).sum())
-        # A higher floor has to be better by more than rounding: if all losses are equal, the floor stays 0.
+        # A higher floor must be better by more than rounding error: if all losses are equal, the floor stays 0.
         if error < best - 1e-12 * float(y @ y):
             best, fit = error, law
     return fit
@@ -61,7 +60,7 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
 def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
     """Return the shares between `least` and `most` [M] with the lowest value found; `value` maps mixtures [n, M] to [n], in nats.
 
-    Projected gradient descent with an adaptive step starts from the three best of `starts` [S, M]: a sum of convex laws has one minimum,
+    Projected gradient descent with an adaptive step starts from the three best of `starts` [S, M]. A sum of convex laws has one minimum,
     but a Gaussian process may have several. Raise ValueError if no mixture lies within the bounds.
     """
     low, high = np.asarray(least, dtype=np.float64), np.asarray(most, dtype=np.float64)
@@ -107,8 +106,8 @@ def project(point: Floats, low: Floats, high: Floats) -> Floats:
 def simplex_design(categories: int, points: int, least: float, generator: np.random.Generator) -> Floats:
     """Return mixtures [points, M] that cover the simplex with every share at least `least`.
 
-    The first M + 1 are the corners, each of which favours one category, and the uniform mixture. Every further mixture is the random
-    candidate that is farthest from the mixtures chosen so far (a maximin design). Raise ValueError if M shares of `least` leave no room.
+    The first M + 1 are the corners, each of which favours one category, and the uniform mixture. Each further mixture is the random
+    candidate farthest from the mixtures chosen so far (a maximin design). Raise ValueError if M shares of `least` leave no room.
     """
     if not 0 <= least * categories < 1:
         raise ValueError(f"{categories} categories cannot all have a share of at least {least}")
@@ -181,7 +180,7 @@ class Surrogate:
 def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
     """Return both laws fitted to n >= M + 2 losses at mixtures [n, M], weighted by the inverse of their mean squared leave-one-out errors.
 
-    `left_out` [n] of the result: the weighted mean's prediction of a loss from all other mixtures, minus the measured loss.
+    `left_out` [n] of the result: the weighted mean's prediction of each loss from all other mixtures, minus the measured loss.
     """
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     errors = np.empty((2, len(y)))

@@ -1,4 +1,4 @@
-"""Preconditions of training and running models: a chat template, one tokenizer, memory."""
+"""Preconditions for training and running models: a chat template, one tokenizer, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from puna.storage import Artifact, PunaError
 HELD_BYTES = 4
 """Bytes per frozen parameter."""
 GRADIENT_BYTES = 4
-"""Further bytes per trained parameter, without the optimizer's state."""
+"""Additional bytes per trained parameter, without the optimizer state."""
 TOKENIZER = "tokenizer_config.json"
 
 
@@ -29,21 +29,21 @@ def models_of(facts: Facts, *inputs: str) -> list[Artifact]:
 
 
 def chat_template(facts: Facts, *inputs: str) -> list[str]:
-    """Return an error message for each model of these inputs without a tokenizer or a chat template."""
+    """Return an error message for each model of these inputs that has no tokenizer or no chat template."""
     results = []
     for model in models_of(facts, *inputs):
         if TOKENIZER not in model.manifest.files:
             results.append(f"{model.id} has no tokenizer; import the model again from a folder that holds its tokenizer.json")
         elif "chat_template" not in json.loads(model.path(TOKENIZER).read_bytes()):
             results.append(
-                f"{model.id} has no chat template, and conversations are rendered by it; import the model with one, "
+                f"{model.id} has no chat template, which is needed to render conversations; import the model with one, "
                 "for example --set chat_template=chatml"
             )
     return results
 
 
 def documents_apart(facts: Facts, *inputs: str) -> list[str]:
-    """Return an error message for each model of these inputs whose tokenizer has no BOS or EOS token to separate packed documents."""
+    """Return an error message for each model of these inputs whose tokenizer has neither BOS nor EOS token to separate packed documents."""
     return [
         f"{model.id} has a tokenizer without bos_token and eos_token, which separate packed documents; "
         "name one in its tokenizer_config.json and import it again"
@@ -53,7 +53,7 @@ def documents_apart(facts: Facts, *inputs: str) -> list[str]:
 
 
 def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
-    """Return an error message if the models of these inputs encode text differently; a missing tokenizer.json is no error here."""
+    """Return an error message if the models of these inputs encode text differently. A missing tokenizer.json is not an error here."""
     models = models_of(facts, *inputs)
     sums = [model.manifest.files.get("tokenizer.json") for model in models]
     if None in sums or len({record.sha256 for record in sums if record is not None}) < 2:
@@ -69,9 +69,9 @@ def memory(
     facts: Facts, parameters: int, bytes_each: int, remedy: str, compute: ComputeSettings | None = None,
     model: Artifact | ModelConfig | None = None, generate: int = 0, **used: object,
 ) -> list[str]:  # fmt: skip
-    """Return an error message if a training's layout is refused (see `Layout.refusal` for `used`), or if the free memory, if known, cannot
-    hold `parameters` of `bytes_each` bytes in each process on this machine. Activations are not counted. `model`: its artifact or shape.
-    """
+    """Return an error message if a training layout is not supported (see `Layout.refusal` for `used`), or if the free memory, if known,
+    cannot hold `parameters` of `bytes_each` bytes in each process on this machine. Activations are not counted. `model`: its artifact or
+    shape."""
     copies = Layout(data=1 if compute is None else max(1, ranks.count() - generate))
     layout = compute.layout if compute is not None and compute.layout.axes else copies
     here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.processes)
@@ -89,14 +89,14 @@ def memory(
     if free is None or needed <= free:
         return []
     return [
-        f"{parameters / 1e9:,.2f} billion parameters take {needed / 1e9:,.1f} GB at least ({bytes_each} bytes each{where}), "
-        f"and {free / 1e9:,.1f} GB of memory are free; {remedy}"
+        f"{parameters / 1e9:,.2f} billion parameters need at least {needed / 1e9:,.1f} GB ({bytes_each} bytes each{where}), "
+            f"but only {free / 1e9:,.1f} GB of memory are free; {remedy}"
     ]
 
 
 def training_memory(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None, **more: Any) -> list[str]:
-    """Return error messages if the model of input `name` cannot be trained, see `memory`. `method`: full, lora, or None (no choice)."""
-    remedy = "take a smaller model or another machine"
+    """Return error messages if the model of input `name` cannot be trained; see `memory`. `method`: full, lora, or None (no choice)."""
+    remedy = "use a smaller model or another machine"
     if method == "full":
         remedy = f"train adapters (method=lora), or {remedy}"
     each = HELD_BYTES if method == "lora" else HELD_BYTES + GRADIENT_BYTES + optimizer.state_bytes
@@ -137,7 +137,7 @@ def model_template(config: object, facts: Facts) -> list[str]:
 
 
 def size(model: Artifact) -> int:
-    """Return a model's number of parameters, estimated from the bytes of its weights' files."""
+    """Return a model's number of parameters, estimated from the size of its weight files."""
     config = json.loads(model.path("config.json").read_bytes())
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     weight_bytes = sum(record.bytes for name, record in model.manifest.files.items() if name.endswith(".safetensors") and "/" not in name)

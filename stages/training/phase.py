@@ -1,4 +1,4 @@
-"""Phases of pretraining: their settings, steps and readers of tokens."""
+"""Phases of pretraining: their settings, steps and token readers."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ SHAPE = ModelShape(
     hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True,
     initializer_range=0.08,
 )  # fmt: skip
-"""Shape of a model that trains in minutes on a CPU."""
+"""Shape of a model that can be trained in minutes on a CPU."""
 OPTIMIZER = OptimizerSettings(beta2=0.98)
 
 
 Source = Literal["initial", "fresh", "long", "best"]
-"""Tokens that a phase reads, by the step of the flow that makes them: `tokenize`, `tokenize_fresh`, `tokenize_long`, `tokenize_best`."""
+"""Names of the tokens that a phase reads, after the step that makes them: `tokenize`, `tokenize_fresh`, `tokenize_long`,
+`tokenize_best`."""
 Places = dict[tuple[str, int], tuple[int, int]]
-"""Name of tokens, and number of packed rows joined into one → seed of the rows' order, and rows read so far."""
+"""(name of tokens, number of packed rows joined into one) → (seed of the rows' order, rows read so far)."""
 
 
 class Growth(StageConfig):
-    """A larger step (batch), longer rows, or tokens of another mixture, from a number of trained tokens on."""
+    """A change after a number of trained tokens: a larger step (batch), longer rows, or tokens of another mixture."""
 
-    after_tokens: int = Field(ge=1, description="Tokens of the run, every row counted as full, after which the growth begins")
-    rows: int = Field(ge=1, description="Rows of a step from then on")
-    length: int | None = Field(None, ge=2, description="Tokens to which rows are cut from then on; null: whole rows")
-    tokens: Source | None = Field(None, description="Tokens that the phase reads from then on, of another mixture; null: as before")
+    after_tokens: int = Field(ge=1, description="Tokens of the run after which the growth begins, counting every row as full")
+    rows: int = Field(ge=1, description="Rows per step from then on")
+    length: int | None = Field(None, ge=2, description="Row length in tokens from then on; null: whole rows")
+    tokens: Source | None = Field(None, description="Tokens, of another mixture, that the phase reads from then on; null: no change")
 
 
 class Acceptance(StageConfig):
     """Conditions for accepting a phase with a longer context (Llama 3, section 3.4.2). A phase that fails them is repeated."""
 
-    short_loss: float = Field(0.01, ge=0, description="Maximum rise of the validation loss over the phase, nats per token")
+    short_loss: float = Field(0.01, ge=0, description="Maximum increase of the validation loss over the phase, nats per token")
     needle: float = Field(1.0, ge=0, le=1, description="Minimum accuracy on pretrain.needle at every depth, at the phase's length; 0: any")
-    attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase, each continuing from the run before on other rows")
+    attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase; each continues from the previous one on other rows")
 
 
 class Phase(StageConfig):
@@ -54,17 +55,17 @@ class Phase(StageConfig):
 
     name: str = Field("initial", min_length=1, description="Name of the phase in the log")
     tokens: Source = Field("initial", description="Tokens to read: of tokenize (initial), tokenize_fresh, tokenize_long or tokenize_best")
-    steps: int = Field(1000, ge=0, description="Optimisation steps; 0 if `until` ends the phase")
-    until: int | None = Field(None, ge=1, description="End of the phase in tokens of the run, every row counted as full; null: `steps`")
-    rows_per_step: int = Field(2, ge=1, description="Rows of a step, each of join_rows packed rows, until `ramp` says otherwise")
-    length: int | None = Field(None, ge=2, description="Tokens to which rows are cut until `ramp` says otherwise; null: whole rows")
+    steps: int = Field(1000, ge=0, description="Number of optimisation steps; 0 if `until` ends the phase")
+    until: int | None = Field(None, ge=1, description="Tokens of the run at which the phase ends, every row counted as full; null: `steps`")
+    rows_per_step: int = Field(2, ge=1, description="Rows per step, each of join_rows packed rows, until `ramp` changes it")
+    length: int | None = Field(None, ge=2, description="Row length in tokens until `ramp` changes it; null: whole rows")
     ramp: tuple[Growth, ...] = Field((), description="Changes in order: larger steps (Llama 3, section 3.4.1), or other tokens")
     optimizer: Literal["keep", "fresh"] = Field(
-        "keep", description="keep: continue with the moments of the phase before, or of the input model if it has any; fresh: begin at 0"
+        "keep", description="keep: continue with the optimizer state of the previous phase or the input model, if any; fresh: begin at 0"
     )
     join_rows: int = Field(1, ge=1, description="Packed rows joined into one: the context grows by this factor (long context)")
-    rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from here on; null: as before")
-    rope_scaling: RopeScaling | None = Field(None, description="Scaling of the rotary frequencies from here on; null: as before")
+    rope_theta: float | None = Field(None, gt=1, description="Base of the rotary frequencies from this phase on; null: unchanged")
+    rope_scaling: RopeScaling | None = Field(None, description="Scaling of the rotary frequencies from this phase on; null: unchanged")
     accept: Acceptance | None = Field(
         None, description="Conditions for accepting the phase; null: none. A phase that fails them runs again; after the last attempt, "
         "training stops. `until` and `ramp` of later phases count only one run of this phase"
@@ -74,16 +75,16 @@ class Phase(StageConfig):
     @model_validator(mode="after")
     def _schedule_holds(self) -> Phase:
         if (self.steps > 0) == (self.until is not None):
-            raise ValueError("the phase ends after `steps` or at `until` tokens: set one of the two, and steps to 0 beside until")
+            raise ValueError("the phase ends after `steps` or at `until` tokens: set only one of the two, and steps to 0 with until")
         if self.steps:
             TrainConfig(steps=self.steps, schedule=self.schedule)
         after = [pair.after_tokens for pair in self.ramp]
         if any(a >= b for a, b in pairwise(after)) or (self.until and self.ramp and after[-1] >= self.until):
-            raise ValueError(f"ramp: after_tokens must rise and lie before until, not {after}")
+            raise ValueError(f"ramp: after_tokens must increase and be less than until, not {after}")
         rows = [self.rows_per_step, *(pair.rows for pair in self.ramp)]
         lengths = [self.length or math.inf, *(pair.length or math.inf for pair in self.ramp)]
         if rows != sorted(rows) or lengths != sorted(lengths):
-            raise ValueError("ramp: rows and length must not fall, from rows_per_step and the phase's length on")
+            raise ValueError("ramp: rows and length must not decrease, starting from rows_per_step and the phase's length")
         return self
 
     @model_validator(mode="before")
@@ -111,10 +112,11 @@ class Phase(StageConfig):
         return {self.tokens, *(pair.tokens for pair in self.ramp if pair.tokens)}
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int, Source]], int, int]:
-        """Return (first step, rows, length, tokens) of each stretch; and, of the last one, the tokens read before it and its first step."""
+        """Return (first step, rows, length, tokens) of each part between changes, and the last part's tokens read before it and first
+        step."""
         changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
-            # A stretch begins with the first step that starts after `after_tokens` tokens.
+            # A part begins with the first step that starts after `after_tokens` tokens.
             waited = max(0, -(-(pair.after_tokens - read) // (rows * row)))
             step, read, rows = step + waited, read + waited * rows * row, pair.rows
             source = pair.tokens or changes[-1][3]
@@ -124,7 +126,7 @@ class Phase(StageConfig):
         return changes, read, step
 
     def with_steps(self, row: int, before: int = 0) -> Phase:
-        """Return the phase with `steps` instead of `until`. Raise PunaError if `until` lies before the phase, or the schedule does not fit.
+        """Return the phase with `steps` instead of `until`. Raise PunaError if `until` is before the phase, or the schedule does not fit.
 
         `row`: tokens of `join_rows` packed rows together; `before`: tokens of the run before the phase."""
         steps = self.steps
@@ -132,7 +134,7 @@ class Phase(StageConfig):
             _, read, step = self._changes(row, before)
             steps = step - 1 - (read - self.until) // (self.full_rows * row)
             if self.until <= before:
-                raise PunaError(f"phase {self.name}: the run has {before} tokens before it, which is not below its until {self.until}")
+                raise PunaError(f"phase {self.name}: the run already has {before} tokens before it, not fewer than its until {self.until}")
         try:
             return self.replace(steps=steps, until=None)
         except ValidationError as error:
@@ -145,7 +147,8 @@ class Phase(StageConfig):
         return Ramp(rows, starts)
 
     def relay(self, sources: Mapping[str, Packed], aside: Collection[str], seed: int, begin: int, places: Places, before: int = 0) -> Relay:
-        """Return the readers of a phase that begins after `before` tokens of the run. They skip documents in `aside`, and move `places`."""
+        """Return the readers of a phase that starts after `before` tokens of the run. They skip documents in `aside`, and update
+        `places`."""
         row = sources[self.tokens].row_length * self.join_rows
         starts, _, _, names = zip(*self._changes(row, before)[0], strict=True)
         rows = [self.growth(row, before).before(min(step, self.steps + 1)) for step in (*starts, self.steps + 1)]

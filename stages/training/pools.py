@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 TEXT_PER_TOKEN = 6
-"""Bytes of text to take per needed token: more than a token usually has, so that a pool is seldom short."""
+"""Bytes of text to take per needed token, more than a token usually has, so that a pool is seldom too small."""
 MOST_PER_TOKEN = 64
 """Upper bound on a long text's characters per token."""
 JOB_ROWS = 1 << 14
 STEPS = 1024
-"""Number of equal ranges of the 63-bit hashes, by which the text up to a hash is counted."""
+"""Number of equal ranges of the 63-bit hashes, used to count the text up to a hash."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Group:
 
 
 def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Return at most `most` groups of training documents: `KEPT`, the largest others by bytes, one of the rest. PunaError without text."""
+    """Return at most `most` groups of training documents: `KEPT`, the largest others by bytes, one for the rest. PunaError without text."""
     totals: dict[str, Amount] = {}
     for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
@@ -89,7 +89,7 @@ def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:
 
 
 def _count(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[str, Amount]:
-    """Return the amount of each category in a part. Small runs read at most `most` tokens of a document."""
+    """Return the amount of each category in a part. Small runs read at most `most` tokens per document."""
     counts: dict[str, tuple[list[int], list[int]]] = {}
     for row in _training(part, mixture):
         sizes, steps = counts.setdefault(row.category, ([], []))
@@ -104,7 +104,7 @@ def _count(part: Part, mixture: Artifact | None, seed: int, most: int) -> dict[s
 
 @dataclass(frozen=True)
 class PoolRows:
-    """References to the documents that small runs read: a partition per group, and the bytes to read of the whole group."""
+    """References to the documents that small runs read: a partition per group, and the number of bytes to read in the whole group."""
 
     parts: tuple[Partition, ...]
     totals: tuple[int, ...]
@@ -114,13 +114,14 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode each group's first documents in hash order, enough for the small runs; return references. PunaError for a group of one."""
+    """Encode enough of each group's documents, in hash order, for the small runs; return references. PunaError for a group of one
+    document."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:
             raise PunaError(
-                f"category {group.name!r} has one document: one is needed to train on and one to measure the loss on; "
-                f"lower {run.stage}.categories, so that small ones are taken together"
+                f"category {group.name!r} has only one document, but needs one to train on and one to measure the loss on; "
+                f"lower {run.stage}.categories, so that small ones are grouped"
             )
         bytes_needed = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
         last |= dict.fromkeys(group.members, (number, int(np.searchsorted(np.cumsum(group.amount.read), bytes_needed))))
@@ -134,7 +135,7 @@ def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
     rows = [(order, row) for order, row in rows if order * STEPS >> 63 <= last[row.category][1]]
     vocabulary = load(tokenizer)
-    # Do not encode a whole book for its first page.
+    # Do not encode a whole book if only its first page is read.
     encodings = vocabulary.encode_batch([row.text[: MOST_PER_TOKEN * most] for _, row in rows])
     return pa.table(
         {
@@ -142,7 +143,7 @@ def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int
             "order": pa.array([order for order, _ in rows], pa.int64()),
             "id": pa.array([row.id for _, row in rows], pa.string()),
             "bytes": pa.array([min(len(row.text.encode()), most * TEXT_PER_TOKEN) for _, row in rows], pa.int64()),
-            # The end token only if it is among the first ones.
+            # Include the end token only if it is within the limit.
             "tokens": pa.array([[vocabulary.begin, *ids, *vocabulary.end][:most] for ids in encodings], pa.list_(pa.int32())),
         }
     )
@@ -181,13 +182,13 @@ class Pools:
         )
 
     def mix(self, shares: Sequence[float], rows_per_step: int, seed: int, begin: int) -> Mixed:
-        """Return steps whose rows come from the groups in these shares. `seed`: of each group's order of rows."""
+        """Return steps whose rows come from the groups in these shares. `seed`: for the row order of each group."""
         readers = [Reader(p, np.zeros(len(p.owners), dtype=bool), 1, seed, begin) for p in self.training]
         return Mixed(readers, np.asarray(shares, dtype=np.float64), rows_per_step)
 
 
 def _pieces(packed: Packed, limit: int) -> list[Any]:
-    """Return the first pieces of at least two tokens that together have at least `limit` tokens, or all such pieces."""
+    """Return the first pieces of at least two tokens each with at least `limit` tokens in total, or all such pieces."""
     useful = np.flatnonzero(packed.sizes > 1)
     count = int(np.searchsorted(np.cumsum(packed.sizes[useful]), limit)) + 1
     return [packed.piece(index).astype(np.int64) for index in useful[:count].tolist()]
@@ -197,8 +198,8 @@ def _pieces(packed: Packed, limit: int) -> list[Any]:
 class Mixed:
     """Steps that draw rows from several readers in fixed shares.
 
-    Row t comes from the reader that is farthest behind its share, so that the rows so far match the shares to
-    about one row. The k-th row of a reader is the same in every mixture of one seed.
+    Row t comes from the reader that is farthest behind its share, so that the rows so far match the shares to about one row. The k-th row
+    of a reader is the same in every mixture with the same seed.
     """
 
     readers: list[Reader]
@@ -208,7 +209,7 @@ class Mixed:
     _counts: list[int] = field(default_factory=list)
 
     def _slot(self, index: int) -> tuple[int, int]:
-        """Return the number of the reader of row `index`, and how many earlier rows came from this reader."""
+        """Return the number of the reader of row `index`, and the number of earlier rows from this reader."""
         if not self._counts:
             self._counts = [0] * len(self.readers)
         while len(self._taken) <= index:

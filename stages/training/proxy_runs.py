@@ -1,4 +1,4 @@
-"""Small training runs with one thread each, side by side in workers or, on a GPU, in turn in one process; their results survive a crash."""
+"""Small training runs on one thread each, in parallel workers or, on a GPU, one after another in one process; results survive a crash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread within the context, so that sums add up in the same order on any machine or worker."""
+    """Run torch on one thread inside the `with` block, so that sums are computed in the same order on any machine or worker."""
     import torch
 
     before = torch.get_num_threads()
@@ -66,7 +66,7 @@ def train_proxy(
 ) -> Proxy:  # fmt: skip
     """Train a model in place; return it with the cost. `lengths`: step → document lengths, for the cost; `state`: folder of checkpoints.
 
-    `moments`: the optimizer's state to continue with; None: a new state. Raise PunaError if the training diverges.
+    `moments`: the optimizer state to continue with; None: a new state. Raise PunaError if training diverges.
     """
     from puna.models import accounting
     from puna.models.training.loop import train
@@ -79,7 +79,7 @@ def train_proxy(
 
 
 def moments_in(state: Path) -> dict[str, Tensor]:
-    """Return the optimizer's state at the end of a training run whose checkpoints lie in the folder `state`."""
+    """Return the optimizer state at the end of a training run with checkpoints in the folder `state`."""
     saved = load_state(state)
     assert saved is not None  # `train` saves its last step
     return {name: value for name, value in saved[0].items() if name.startswith("state.")}
@@ -89,10 +89,10 @@ def run_trials(
     run: StageRun, make: Callable[..., dict[str, Any]], jobs: Sequence[tuple[Any, ...]], *shared: Any, first: int = 0,
     total: int | None = None, here: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield `make(*job, *shared, config, state)` of each job, in order, from the run's workers; a job begins with its trial's number.
+    """Yield `make(*job, *shared, config, state)` for each job, in order, computed by the run's workers. A job starts with its trial number.
 
-    A trial runs on one thread. Its result survives a crash, and its training goes on from `state`, a folder of checkpoints.
-    first, total: trials before these, and trials in all, for the progress. here: run all jobs in this process, in turn (for a GPU).
+    A trial runs on one thread. Its result survives a crash, and its training resumes from `state`, a folder of checkpoints. first, total:
+    number of earlier trials and of all trials, for progress. here: run all jobs one by one in this process (for a GPU).
     """
     arguments: tuple[Any, ...] = (make, (*shared, run.config), str(run.scratch))
     results = (_trial(job, *arguments) for job in jobs) if here else run.map(_trial, list(jobs), *arguments)
@@ -107,7 +107,8 @@ def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tu
 
 
 def cached_object(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object in `file`; if missing, write `make(state)` to it first. `state`: a folder for training state, then removed."""
+    """Return the JSON object in `file`. If missing, first write `make(state)` to it. `state`: a folder for training state, removed
+    afterwards."""
     state = file.with_suffix("")
     if not file.exists():
         write_text(file, json.dumps(make(state)))
@@ -123,7 +124,7 @@ def trial_row(number: int, name: str, parameters: dict[str, Any], loss: float, p
 
 @functools.lru_cache(maxsize=1)
 def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDArray[np.bool_]]:
-    """Return an artifact's packed tokens, and the mask of the pieces held out to measure the loss on (`Packed.validation`)."""
+    """Return an artifact's packed tokens, and the mask of pieces held out for measuring the loss (`Packed.validation`)."""
     packed = Packed.read(tokens)
     return packed, packed.validation(share, wanted)
 
@@ -133,20 +134,20 @@ def resize(shape: ModelShape, width: int) -> ModelShape:
     share = width / shape.hidden_size
     heads = max(1, round(width / (shape.head_dim or shape.hidden_size // shape.num_attention_heads)))
     if width % (2 * heads):
-        raise ValueError(f"width {width} does not divide into {heads} heads of an even width")
+        raise ValueError(f"width {width} cannot be divided into {heads} heads of an even width")
     if shape.mla is not None or shape.sliding_layers is not None:
-        raise ValueError("models with mla or sliding_layers are not resized: their parts have sizes of their own")
+        raise ValueError("models with mla or sliding_layers cannot be resized, because their parts have fixed sizes")
     groups = heads * shape.num_key_value_heads // shape.num_attention_heads
     moe = shape.moe and shape.moe.replace(moe_intermediate_size=max(8, 8 * round(shape.moe.moe_intermediate_size * share / 8)))
     return shape.replace(
         hidden_size=width,
         intermediate_size=max(8, 8 * round(shape.intermediate_size * share / 8)),
-        # A model of one layer cannot copy (it has no induction heads): its loss would not follow the other sizes' scaling law.
+        # A model with one layer cannot copy (it has no induction heads), so its loss would not follow the scaling law of the other sizes.
         num_hidden_layers=max(min(2, shape.num_hidden_layers), round(shape.num_hidden_layers * share)),
         num_attention_heads=heads,
         num_key_value_heads=groups if groups and heads % groups == 0 else 1,
         head_dim=width // heads,
         moe=moe,
-        # Activations keep their scale: the usual 1 / sqrt(width).
+        # Scale the initialisation by the usual 1 / sqrt(width), which preserves the scale of activations.
         initializer_range=min(1.0, shape.initializer_range * share**-0.5),
     )

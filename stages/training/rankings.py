@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
 Tiers = list[list[Message]]
-"""Tiers of equally good answers to a prompt, the best tier first."""
+"""Tiers of equally good answers to a prompt, best tier first."""
 
 
 def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None
 
 
 def check_splits(artifacts: Sequence[Artifact]) -> None:
-    """Raise PunaError if one set of preferences trains on a prompt that another holds out."""
+    """Raise PunaError if one set of preferences trains on a prompt that another set holds out."""
     where: dict[str, dict[str, str]] = {"train": {}, "heldout": {}}
     for artifact in artifacts:
         table = artifact.read(columns=["prompt_id", "split"])
@@ -36,21 +36,22 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
         prompt = both[0]
         raise PunaError(
             f"prompt {prompt} is held out in {where['heldout'][prompt]} and trained on in {where['train'][prompt]}; "
-            "make both with one seed and one heldout_fraction"
+                "make both with the same seed and heldout_fraction"
         )
 
 
 def by_tier(row: dict[str, Any]) -> Tiers:
-    """Return a preference's answers in tiers of equals, best first: edited, chosen, others between, rejected. Raise BadRow if one-sided."""
+    """Return a preference's answers in tiers of equals, best first: edited, chosen, others, rejected. Raise BadRow if one side is
+    missing."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
         phrase = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
-        raise BadRow("one_sided", f"row {row['id']}: only {phrase} known, which compares nothing; loss kto of dpo learns from such rows")
+        raise BadRow("one_sided", f"row {row['id']}: only {phrase} known, which compares nothing; loss kto of dpo can learn from it")
     return [*([edited] if edited else []), best, *between, worst]
 
 
 def by_label(row: dict[str, Any]) -> Tiers:
-    """Return a preference's good (also edited) and bad answers as two tiers, without those between. Raise BadRow if neither is known."""
+    """Return a preference's good (including edited) and bad answers as two tiers, without those in between. BadRow if neither is known."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")
@@ -67,7 +68,7 @@ def _sides(row: dict[str, Any]) -> tuple[Tiers, Tiers]:
 
 
 class Ranked(NamedTuple):
-    """A prompt with the ranked answers of its preferences. `rows`: the preferences, one for each group of the example."""
+    """A prompt with the ranked answers of its preferences. `rows`: the preferences, one per group of the example."""
 
     example: Example
     rows: list[dict[str, Any]]
@@ -76,7 +77,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = by_tier,
 ) -> list[Ranked]:  # fmt: skip
-    """Return an example per prompt, with the ranked answers of its preferences; beyond `limit` tokens, another. `bad` drops unfit rows."""
+    """Return an example per prompt with the ranked answers of its preferences, or several beyond `limit` tokens. `bad` drops unfit rows."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []
@@ -97,7 +98,7 @@ def _join(one: Example, other: Example) -> Example:
 
 
 def all_pairs(example: Example) -> list[tuple[int, int]]:
-    """Return (better, worse) indices of answers: every answer with every answer of the worse tiers of its ranking."""
+    """Return (better, worse) indices of answers: every answer with every answer in the worse tiers of its ranking."""
     return [
         (better, worse)
         for tiers in example.groups
@@ -108,7 +109,7 @@ def all_pairs(example: Example) -> list[tuple[int, int]]:
 
 
 def order(difference: float) -> float:
-    """Return 1 for a pair in the right order (a difference above 0), one half for a tie, else 0."""
+    """Return 1 for a pair in the right order (a difference above 0), 0.5 for a tie, else 0."""
     return float(difference > 0) + 0.5 * float(difference == 0)
 
 

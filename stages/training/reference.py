@@ -1,4 +1,4 @@
-"""Answers as the targets of a preference loss, and the answers' log-probabilities under the reference model."""
+"""Answers as the targets of a preference loss, and their log-probabilities under the reference model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def targets_of(examples: Sequence[Example], mask_format: bool) -> Targets:
 
 
 class Reference:
-    """Answers' log-probabilities under the reference model of a preference loss, read from `stored` or computed."""
+    """Log-probabilities of answers under the reference model of a preference loss, read from `stored` or computed."""
 
     def __init__(self, config: DpoConfig, run: StageRun, stored: Mapping[str, float] | None = None) -> None:
         self._config, self._run, self._stored = config, run, stored or {}
@@ -39,7 +39,7 @@ class Reference:
     def of(self, model: Transformer, examples: Sequence[Example], note: str = "reference") -> list[list[float]]:
         """Return the summed unmasked log-probability of every answer, prompt by prompt; zeros if the loss needs no reference.
 
-        The model computes in the precision of training: otherwise ratios would contain rounding errors of bf16.
+        The model computes in the precision of training; otherwise ratios would contain bf16 rounding errors.
         """
         from puna.models.training.parallel.parallel import part_of
         from puna.models.training.trainer import computing_in
@@ -87,5 +87,5 @@ def name_of(model: Artifact, mask_format: bool, precision: Precision) -> str:
 
 
 def answer_ids(example: Example) -> list[str]:
-    """Return an id of each answer of an example: a digest of the tokens of prompt and answer, and of the mask."""
+    """Return an id for each answer of an example: a digest of the prompt's and answer's tokens, and of the mask."""
     return [identifier(example.prompt, ids, mask) for ids, mask in zip(example.answers, example.masks, strict=True)]

@@ -1,4 +1,4 @@
-"""Fit of a reward model's scalar head alone: Bradley-Terry as a logistic regression on a frozen model's hidden states."""
+"""Fitting only a reward model's scalar head: Bradley-Terry as a logistic regression on a frozen model's hidden states."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""L2 penalties to try on the head, for states of unit variance and a loss averaged over pairs."""
+"""L2 penalties on the head to try, for states of unit variance and a loss averaged over pairs."""
 FOLDS = 5
 
 
 class Pairs(NamedTuple):
-    """Pairs of answers: differences [M, D] float64 of their states, better minus worse; weights [M] float64; folds [M] of examples."""
+    """Pairs of answers: differences [M, D] float64 of their states, better minus worse; weights [M] float64; folds [M] of the examples."""
 
     differences: Tensor
     weight: Tensor
@@ -39,10 +39,10 @@ class Pairs(NamedTuple):
 
 
 def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens: int, run: StageRun) -> None:
-    """Fit the model's scalar head to these rankings, with equal weight for each example; nothing else changes.
+    """Fit the model's scalar head to these rankings, with equal weight for each example. Nothing else changes.
 
-    The penalty is the one in `PENALTIES` whose fits predict left-out examples best (of equals, the strongest). Metrics: `penalty`, and
-    above `FOLDS` examples `cross_validated_accuracy`: each pair is judged by a fit (penalty included) without its example's fold. The
+    The penalty is the one in `PENALTIES` whose fits best predict left-out examples (ties go to the largest). Metrics: `penalty`, and with
+    more than `FOLDS` examples `cross_validated_accuracy`: each pair is judged by a fit, penalty included, without its example's fold. The
     baseline `cross_validated_longer_accuracy` prefers the longer answer.
     """
     import torch
@@ -74,7 +74,7 @@ def pairs_of(states: Sequence[Tensor], examples: Sequence[Example], folds: Tenso
 
 
 def fold_of_each(examples: Sequence[Example], generator: np.random.Generator) -> Tensor:
-    """Return the fold of each example, int64; examples of one prompt, whose answers are too many for one, are in the same fold."""
+    """Return the fold of each example, int64. Examples of the same prompt, whose answers do not fit into one, are in the same fold."""
     import torch
 
     prompts = _prompt_numbers(examples)
@@ -120,7 +120,7 @@ def answer_states(
 
 
 def best_penalty(pairs: Pairs, scratch: Path | None = None) -> float:
-    """Return the penalty with the smallest cross-validated loss; with a single fold, the strongest. The fits are saved in `scratch`."""
+    """Return the penalty with the smallest cross-validated loss; with a single fold, the largest. The fits are saved in `scratch`."""
     numbers = pairs.fold.unique().tolist()
     if len(numbers) < 2:
         return PENALTIES[-1]
@@ -134,7 +134,7 @@ def best_penalty(pairs: Pairs, scratch: Path | None = None) -> float:
 
 
 def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
-    """Return the share of left-out pairs in the right order, each judged by a fit (penalty included) to the other folds.
+    """Return the share of left-out pairs in the right order, each judged by a fit, penalty included, to the other folds.
 
     scratch: folder in which the fits are saved.
     """
@@ -148,7 +148,7 @@ def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
 
 
 def _fit(pairs: Pairs, penalty: float, scratch: Path | None) -> Tensor:
-    """Return the head fitted to `pairs`, all pairs of some folds, under a penalty; read it from `scratch` if it is saved there."""
+    """Return the head fitted to `pairs`, all pairs of some folds, with a penalty; read it from `scratch` if it is saved there."""
     import torch
 
     if scratch is None:
@@ -170,8 +170,8 @@ def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
 def bradley_terry(differences: Tensor, weight: Tensor, penalty: float, state: Path | None = None) -> Tensor:
     """Return the head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
 
-    differences [M, D] float64: better minus worse; weight [M] float64. Newton's method with step halving; the minimum is unique.
-    state: folder in which the fit is saved, and from which it is resumed; raise ValueError if that holds another fit.
+    differences [M, D] float64: better minus worse; weight [M] float64. Newton's method with step halving; the minimum is unique. state:
+    folder in which the fit is saved, and from which it is resumed; raise ValueError if it holds a different fit.
     """
     import torch
 

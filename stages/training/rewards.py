@@ -1,4 +1,4 @@
-"""Rewards of a policy's answers: by a reward model, the verifiers of the prompts, or both."""
+"""Rewards of a policy's answers, from a reward model, the prompts' verifiers, or both."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Parts = dict[str, list[list[Any]]]
 Reward = Literal["reward_model", "verifier", "product"]
 Ensemble = Literal["mean", "min"]
 ENSEMBLE = (
-    "Reward of several reward models: the mean of their numbers, or the minimum, which no answer raises by deceiving only some of them "
+    "Reward of several reward models: the mean of their outputs, or the minimum, which no answer raises by deceiving only some of them "
     "(Coste et al. 2023)"
 )
 REWARDS = (
-    "Reward of an answer: the reward model's number; the score of the prompt's verifier, 0 to 1; "
-    "or product: the score times the sum of `floor` and the sigmoid of the number minus `center`"
+    "Reward of an answer: the reward model's output; the score from the prompt's verifier, 0 to 1; "
+    "or product: the score times the sum of `floor` and the sigmoid of the output minus `center`"
 )
 Center = Literal["start", "zero"]
 CENTER = (
-    "With reward product: the number whose sigmoid is one half. Preferences determine only differences of numbers, so 0 has no meaning. "
-    "start: the mean over the right answers that the model gives before training (as in InstructGPT, Ouyang et al. 2022, 3.5); zero: 0"
+    "With reward product: the output whose sigmoid is one half. Preferences determine only differences of outputs, so 0 has no meaning. "
+    "start: the mean over right answers of the model before training (as in InstructGPT, Ouyang et al. 2022, 3.5); zero: 0"
 )
 
 
@@ -48,15 +48,15 @@ class RewardSettings(StageConfig):
     """Settings of an answer's reward."""
 
     reward: Reward = Field("reward_model", description=REWARDS)
-    floor: float = Field(0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that every right answer counts")
+    floor: float = Field(0.0, ge=0, le=100, description="With reward product: added to the sigmoid, so that every right answer is rewarded")
     center: Center = Field("start", description=CENTER)
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
-    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits within which the prompts' verifiers score the answers")
+    scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the prompts' verifiers")
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of answers to prompts, given as ids: `gold` returns the verifiers' scores, `numbers` the reward models' outputs.
+    """Rewards of answers to prompts, both as token ids: `gold` returns the verifiers' scores, `numbers` the reward models' outputs.
 
     With both, the reward is the score times (`floor` + sigmoid(output - `center`)); if `watched`, it is the output alone."""
 
@@ -70,7 +70,7 @@ class Rewards:
         return self.parts(prompts, completions)["score"]
 
     def parts(self, prompts: Ids, completions: Completions) -> Parts:
-        """Return the rewards as `score`, the parts `verifier` and `reward_model` that exist, and `steps` if `gold` returns steps."""
+        """Return the rewards as `score`, their parts `verifier` and `reward_model` if they exist, and `steps` if `gold` returns steps."""
         parts = {} if self.gold is None else self.gold(prompts, completions)
         if self.numbers is not None:
             parts["reward_model"] = self.numbers(prompts, completions)
@@ -81,7 +81,8 @@ class Rewards:
         return {"score": scores, **parts}
 
     def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Return rewards whose `center` is these answers' mean number weighted by scores; unchanged without a part or a score above 0."""
+        """Return rewards whose `center` is these answers' mean output weighted by scores; unchanged without both parts or a score above
+        0."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
@@ -94,15 +95,15 @@ def rewards_of(
     scorer: Scorer | None, reward_models: Sequence[Transformer | Parallel], rows: Sequence[dict[str, Any]], asked: Ids,
     tokenizer: Tokenizer, micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean", steps: bool = False, first: bool = True,
 ) -> Rewards:  # fmt: skip
-    """Return rewards by the verifiers' scores, the reward models' numbers, or both. `asked`, `steps`: see `gold_of`. first: False on a
-    rank whose scores are not used: its verifiers are not asked."""
+    """Return rewards from the verifiers' scores, the reward models' outputs, or both. `asked`, `steps`: see `gold_of`. `first`: False on a
+    rank whose scores are not used, so that its verifiers are not run."""
     real = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps)
     gold = real if first or real is None else lambda prompts, answers: {"verifier": [[0.0] * len(some) for some in answers]}
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)
 
 
 def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: int, how: Ensemble) -> Scores:
-    """Return a function that gives each answer the combined number of the reward models."""
+    """Return a function that gives each answer the combined output of the reward models."""
     from puna.models.training.rollouts import reward_model_scorer
 
     members = [reward_model_scorer(model, micro_batch_tokens) for model in models]
@@ -115,7 +116,7 @@ def ensemble_of(models: Sequence[Transformer | Parallel], micro_batch_tokens: in
 
 
 def combine(numbers: Sequence[float], how: Ensemble) -> float:
-    """Return the minimum or the mean of the reward models' numbers for one answer, independently of their order."""
+    """Return the minimum or the mean of the reward models' outputs for one answer, independently of their order."""
     return min(numbers) if how == "min" else math.fsum(numbers) / len(numbers)
 
 
@@ -128,7 +129,7 @@ def gold_of(
     for ids, row in zip(asked, rows, strict=True):
         first_row = by_ids.setdefault(tuple(ids), row)
         if (first_row["verifier"], first_row["reference"]) != (row["verifier"], row["reference"]):
-            raise PunaError(f"prompts {first_row['id']} and {row['id']} are one text with two ways to score it; leave one of them out")
+            raise PunaError(f"prompts {first_row['id']} and {row['id']} have the same text but are scored differently; leave one out")
 
     def gold(prompts: Ids, completions: Completions) -> Parts:
         pairs = zip(prompts, completions, strict=True)

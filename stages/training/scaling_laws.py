@@ -1,4 +1,4 @@
-"""Scaling laws, fitted to small runs: a loss surface over parameters and tokens, IsoFLOP parabolas, and accuracy from likelihood."""
+"""Scaling laws fitted to small runs: a loss surface over parameters and tokens, IsoFLOP parabolas, and accuracy from likelihood."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from puna.stages.training.intervals import Z95, student
 
 Floats = npt.NDArray[np.float64]
 HUBER = 1e-3
-"""Residual of the log loss above which a point's weight falls (Hoffmann et al. 2022, appendix D.3)."""
+"""Residual of the log loss above which a point's weight decreases (Hoffmann et al. 2022, appendix D.3)."""
 BUDGET = 1.5
 """Minimum ratio of two budgets in FLOPs; points whose FLOPs differ less may count as one budget."""
 JOINTS = (1.0, 0.1)
-"""Values of `joint` to try: 1, if parameters and tokens limit the loss independently; 0.1, if only the scarcer does (Kaplan: .095)."""
+"""Values of `joint` to try: 1 if parameters and tokens limit the loss independently; 0.1 if only the scarcer one does (Kaplan: .095)."""
 FEWEST, SHAPES = 6, 3
-"""Minimum number of points to fit a surface's five parameters, and of shapes among them. Further seeds of a point do not count."""
+"""Minimum number of points to fit a surface's five parameters, and of shapes among them. Additional seeds of a point do not count."""
 
 
 @dataclass(frozen=True)
 class Surfaces:
-    """M laws L(N, D) = E + ((A / N^alpha)^(1/joint) + (B / D^beta)^(1/joint))^joint, nats per token; each field is [M].
+    """M laws L(N, D) = E + ((A / N^alpha)^(1/joint) + (B / D^beta)^(1/joint))^joint, in nats per token; each field is [M].
 
-    A joint of 1 is the law of Hoffmann et al. 2022, whose tokens help equally in any model; near 0 they help less where parameters are
+    A joint of 1 is the law of Hoffmann et al. 2022, in which tokens help any model equally; near 0 tokens help less where parameters are
     scarce, as in the law of Kaplan et al. 2020.
     """
 
@@ -49,8 +49,8 @@ class Surfaces:
 def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, joints: Sequence[float] = JOINTS) -> Surfaces:
     """Return M surfaces fitted to losses [M, n] at parameters [n] and tokens [n]; all have the value of `joints` that fits losses[0] best.
 
-    Minimise the sum of Huber losses of the log errors (Hoffmann et al. 2022) by IRLS with Levenberg-Marquardt steps: first losses[0] from
-    many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points.
+    The sum of Huber losses of the log errors (Hoffmann et al. 2022) is minimised by IRLS with Levenberg-Marquardt steps: first losses[0]
+    from many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points.
     """
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
@@ -74,7 +74,8 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
 
 
 EXPONENTS = (0.05, 0.5)
-"""Bounds of both exponents (published: .08 to .4). Few points also fit steep powers over a high floor, which forecast badly."""
+"""Bounds of both exponents (published: .08 to .4). Otherwise few points may also fit steep powers over a high floor, which forecast
+badly."""
 
 
 def _starts(level: float, joint: float) -> Floats:
@@ -128,8 +129,8 @@ def _huber(residual: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Points:
-    """Measured points of a ladder; each field is [n]: parameters (output layer included), tokens, FLOPs, loss in nats per token, and
-    the trunk's seed (None: one seed for all)."""
+    """Measured points of a ladder; each field is [n]: parameters (output layer included), tokens, FLOPs, loss in nats per token, and the
+    trunk's seed (None: the same seed for all)."""
 
     parameters: Floats
     tokens: Floats
@@ -151,19 +152,19 @@ class Points:
 
     @property
     def enough(self) -> bool:
-        """True if there are enough points to determine a surface: six different ones, of three shapes."""
-        # Rounded, because the token counts of a point's seeds differ a little.
+        """True if there are enough points to determine a surface: six distinct ones, of three shapes."""
+        # Rounded, because token counts differ slightly between a point's seeds.
         different = {(n, round(2 * math.log2(d / n))) for n, d in zip(self.parameters, self.tokens, strict=True)}
         return len(different) >= FEWEST and len({n for n, _ in different}) >= SHAPES
 
     @property
     def trunks(self) -> npt.NDArray[np.int64]:
-        """Return the number of each point's trunk, [n]. A trunk is the runs of one shape and seed, which share a random error."""
+        """Return the number of each point's trunk, [n]. A trunk is all runs of one shape and seed, which share a random error."""
         seeds = np.zeros(len(self)) if self.seeds is None else self.seeds
         return np.unique(np.stack([self.parameters, seeds]), axis=1, return_inverse=True)[1]
 
     def seed_noise(self) -> float:
-        """Return the pooled standard deviation of log losses of a shape's seeds, widened by Student's t; 0 if no shape has two."""
+        """Return the pooled standard deviation of log losses over a shape's seeds, widened by Student's t; 0 if no shape has two."""
         trunks, squares, free = self.trunks, 0.0, 0
         for size in np.unique(self.parameters):
             own = [self[trunks == trunk] for trunk in np.unique(trunks[self.parameters == size])]
@@ -178,7 +179,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Backtest:
-    """A measured budget, forecast from the points below: its mean FLOPs, the highest FLOPs below, the predicted and the measured loss."""
+    """A measured budget, forecast from lower points: its mean FLOPs, the highest FLOPs below it, the predicted and the measured loss."""
 
     flops: float
     below: float
@@ -188,13 +189,13 @@ class Backtest:
     @property
     def slope(self) -> float:
         """Return the absolute error of the log loss per unit of log FLOPs, over a distance of at least log 1.5."""
-        # With a budget just above the points below it, the slope would be mostly noise.
+        # If the points below are just below the budget, the slope would be mostly noise.
         return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 
 
 @dataclass(frozen=True)
 class Forecaster:
-    """The surface through all points, and the bootstrap draws and backtests that give its error."""
+    """The surface fitted to all points, and the bootstrap draws and backtests that give its error."""
 
     points: Points
     surface: Surfaces
@@ -204,7 +205,8 @@ class Forecaster:
     backtests: tuple[Backtest, ...]
 
     def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the predicted loss of a run and the 95 % interval by bootstrapped residuals and seeds, which trusts the surface's form."""
+        """Return the predicted loss of a run and the 95 % interval from bootstrapped residuals and seeds, assuming the surface's form is
+        right."""
         value = float(self.surface([parameters], [tokens])[0, 0])
         samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
         low, high = np.quantile(samples, [0.025, 0.975])
@@ -213,8 +215,8 @@ class Forecaster:
     def at(self, parameters: float, tokens: float, flops: float) -> tuple[float, float, float]:
         """Return the forecast (loss, low, high) of a run.
 
-        The interval covers the bootstrap's interval, the forecast without the lowest budget, and the largest error of the backtests. That
-        error grows in proportion to the distance in log FLOPs from the largest run.
+        The interval covers the bootstrap's interval, the forecast without the lowest budget, and the largest error of the backtests, which
+        grows in proportion to the distance in log FLOPs from the largest run.
         """
         value, low, high = self.statistical(parameters, tokens)
         ends = [low, high]
@@ -233,7 +235,7 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
     surface = fit_surfaces(n, d, points.loss[None])
     fitted = surface(n, d)[0]
     residuals = np.log(points.loss / fitted)
-    # Five numbers are fitted to the points: widen the residuals for the lost degrees of freedom, and by Student's t.
+    # Five parameters are fitted to the points: widen the residuals for the lost degrees of freedom, and by Student's t.
     free = max(len(points) - 5, 1)
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / free) * student(free) / Z95
     errors, chance = generator.choice(residuals, (draws, len(points))), generator.choice(residuals, draws)
@@ -284,7 +286,7 @@ class Parabola:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Return parameters and loss of the minimum; None if the parabola has no minimum within the points' range."""
+        """Return parameters and loss at the minimum; None if the parabola has no minimum within the range of its points."""
         a, b, _ = self.coefficients
         if a <= 0:
             return None

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True without a draft and with `serving` at its defaults but for speculate, memory, layout. PunaError if sharing is untested."""
+    """True if `serving` has only supported settings (speculate, memory, layout) and there is no draft. PunaError if sharing is
+    unsupported."""
     plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:
-        raise PunaError(f"{run.stage}: no test proves the answers of several processes with a draft, offload, a window, weights in 8 bits "
-                        "or engine vllm: leave `serving` at its defaults but for speculate and layout, or run in one process")  # fmt: skip
+        raise PunaError(f"{run.stage}: several processes are not supported (untested) with a draft, offload, a window, weights in 8 bits "
+            "or engine vllm: change only speculate and layout of `serving`, or run in one process")  # fmt: skip
     if serving.layout.axes - {"data"} and device().type != "cpu":
-        raise PunaError(f"{run.stage}: serving.layout = {serving.layout}: groups that answer are proved only on CPUs; set only data")
+        raise PunaError(f"{run.stage}: serving.layout = {serving.layout}: on GPUs only data is supported (others are untested)")
     return plain
 
 
@@ -33,10 +34,10 @@ def load_served(
     artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None,
     draft: Transformer | None = None,
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
-    """Load a language model as `serving` configures it; return model, tokenizer and the engine's arguments.
+    """Load a language model as configured by `serving`; return model, tokenizer and the engine's arguments.
 
-    With offloading a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact if
-    possible: no answer depends on its batch or process. Raise PunaError if several processes cannot share the work."""
+    With offloading, a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact if
+    possible, so that no answer depends on its batch or process. Raise PunaError if several processes cannot share the work."""
     from puna.kernels.exact import can_be_exact
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.parallel import parallel
@@ -61,7 +62,7 @@ def load_served(
 
 
 class DealtEngine:
-    """An engine that distributes prompts over a stage's processes, or groups of them; each process gets all answers."""
+    """An engine that distributes prompts over a stage's processes, or groups of processes; each process gets all answers."""
 
     def __init__(self, engine: AnswerEngine, layout: Layout) -> None:
         self.engine, self.tokenizer, self.layout = engine, engine.tokenizer, layout
@@ -69,7 +70,7 @@ class DealtEngine:
     def generate(
         self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return the answers that `Engine.generate` gives. Equal prompts go to one process; else they would get equal answers."""
+        """Return the answers of `Engine.generate`. Equal prompts go to the same process; otherwise they would get equal answers."""
         from puna.models.generation import Completion
 
         def generate(own: list[Sequence[int] | str]) -> list[list[Completion]]:

@@ -22,13 +22,13 @@ TRL_ONLY: dict[str, tuple[object, ...]] = {
     "schedule.shape": ("cosine", "linear", "constant"), "schedule.final_ratio": (0.0,), "schedule.anneal_steps": (0.0,),
     "schedule.average": (0,), "schedule.ema": (0.0,), "compute.deterministic": (False,),
 }  # fmt: skip
-"""Setting → the only values for which TRL's trainers do the same as Puna's."""
+"""Setting → the only values for which TRL's trainers behave like Puna's."""
 
 
 class AdapterConfig(BadRowsConfig, SeededConfig):
     """Settings of a stage that trains all weights of a model, or adapters."""
 
-    method: Literal["full", "lora"] = Field("full", description="All weights, or low-rank adapters that are merged at the end")
+    method: Literal["full", "lora"] = Field("full", description="full: all weights; lora: low-rank adapters, merged at the end")
     lora: LoraSettings = Field(LoraSettings(), description="Settings of the adapters, if method is `lora`")
 
     @property
@@ -42,7 +42,7 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
 
 
 class AdaptableConfig(AdapterConfig):
-    """Settings of a stage whose training runs in Puna's loop or in TRL's trainer."""
+    """Settings of a stage that can train in Puna's loop or in TRL's trainer."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Trainer: Puna's own loop, or TRL's for this objective")
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
@@ -54,11 +54,11 @@ class AdaptableConfig(AdapterConfig):
         for path, supported in TRL_ONLY.items():
             group, name = path.split(".")
             if (value := getattr(getattr(self.training, group), name)) not in supported:
-                raise ValueError(f"engine trl trains with {path} {' or '.join(map(str, supported))}: training.{path} cannot be {value}")
+                raise ValueError(f"engine trl supports only {path} {' or '.join(map(str, supported))}: training.{path} cannot be {value}")
         if self.method == "lora" and self.lora.loraplus_ratio != 1:
-            raise ValueError("engine trl trains A and B at one rate: lora.loraplus_ratio must be 1")
+            raise ValueError("engine trl trains A and B at the same rate: lora.loraplus_ratio must be 1")
         if self.quantization != "none":
-            raise ValueError("engine trl is given the matrices as they are: lora.quantization must be none")
+            raise ValueError("engine trl gets unquantised matrices: lora.quantization must be none")
         return self
 
 
@@ -66,22 +66,22 @@ class SftConfig(AdaptableConfig):
     """Settings of supervised fine-tuning."""
 
     training: TrainingSettings = Field(
-        TrainingSettings(), description="Optimisation; an example is one instruction, or several to one prompt, see `answers_together`"
+        TrainingSettings(), description="Optimisation; an example is one instruction, or several to one prompt: `answers_together`"
     )
     answers_together: int = Field(1, ge=1, le=1024, description="Maximum answers to a prompt in one example, whose prompt is computed once")
     neftune_alpha: float = Field(
-        0.0, ge=0, le=100, description="Uniform noise on the embeddings in training, up to this / sqrt(mean tokens of an example x width "
-        "of the model) (NEFTune, Jain et al. 2023, takes 5 to 15); needs engine puna; 0: none"
+        0.0, ge=0, le=100, description="Uniform noise on embeddings in training, up to this / sqrt(mean tokens of an example x model "
+        "width) (NEFTune, Jain et al. 2023, uses 5 to 15); needs engine puna; 0: none"
     )  # fmt: skip
-    more_steps: int = Field(0, ge=0, description="Steps beyond those of `training`, for a control run of reinforcement learning")
-    ask_every: int = Field(100, ge=1, description="Steps between evaluations on the input tasks; also after the last step")
+    more_steps: int = Field(0, ge=0, description="Additional steps beyond those of `training`, for a control run of RL")
+    ask_every: int = Field(100, ge=1, description="Number of steps between evaluations on `tasks`; also after the last step")
 
     @model_validator(mode="after")
     def _noise_has_an_engine(self) -> Self:
         if self.engine == "trl" and self.neftune_alpha:
             raise ValueError("neftune_alpha needs engine puna: this setting is not passed to TRL's trainer")
         if self.engine == "trl" and self.answers_together > 1:
-            raise ValueError("answers_together needs engine puna: TRL's trainer reads each answer with a prompt of its own")
+            raise ValueError("answers_together needs engine puna: TRL's trainer computes the prompt for each answer")
         return self
 
     def with_more_steps(self, examples: int) -> Self:
@@ -97,21 +97,21 @@ class RewardModelConfig(AdaptableConfig):
 
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels to train and evaluate on")
     nll_weight: float = Field(
-        0.0, ge=0, description="Weight of the best answers' negative log-likelihood under the policy's head (GRM): "
+        0.0, ge=0, description="Weight of the best answers' negative log-likelihood under the policy's head (GRM), which "
         "keeps what the policy knows while rewards are still equal; needs engine puna",
     )  # fmt: skip
     head_only: bool = Field(
         False, description="Fit only the head, exactly (for few preferences; fast); of `training`, only compute.micro_batch_tokens is used"
     )
     pooling: Literal["last", "mean"] = Field(
-        "last", description="Where the reward is read: at an answer's last token; or the mean over its tokens, which exports cannot express"
+        "last", description="Read the reward at an answer's last token, or as the mean over its tokens, which exports do not support"
     )
     training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
 
     @model_validator(mode="after")
     def _engine(self) -> RewardModelConfig:
         if self.engine == "trl" and self.nll_weight:
-            raise ValueError(f"TRL's RewardTrainer has no such term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
+            raise ValueError(f"TRL's RewardTrainer has no likelihood term: nll_weight must be 0 with engine trl, not {self.nll_weight}")
         if self.engine == "trl" and self.pooling == "mean":
             raise ValueError("TRL's RewardTrainer reads the last token: pooling must be last with engine trl")
         if self.head_only and (self.engine == "trl" or self.method == "lora" or self.nll_weight):
@@ -125,7 +125,7 @@ class DpoConfig(AdaptableConfig):
     loss: str = Field(
         "sigmoid",
         description="Preference loss: sigmoid (DPO), robust, sigmoid_norm (by length), apo_zero, apo_down, ipo, hinge; without a reference "
-        "simpo, orpo (set nll_weight 1); kto, which also takes single answers labelled good or bad; or a plugin's",
+        "simpo, orpo (set nll_weight 1); kto, which also uses single answers labelled good or bad; or a plugin's",
         json_schema_extra=lambda schema: schema.update(enum=list(LOSSES)),
     )
     loss_parameters: dict[str, float] = Field(
@@ -134,15 +134,15 @@ class DpoConfig(AdaptableConfig):
     beta: float = Field(0.1, gt=0, description="Scale of the implicit reward: larger values keep the policy closer to the reference")
     nll_weight: float = Field(0.2, ge=0, description="Weight of the log-likelihood term on the better answer")
     nll_normalization: Literal["sequence", "tokens"] = Field(
-        "sequence", description="Likelihood term: the mean over answers of an answer's mean, or the mean over all tokens (TRL's)"
+        "sequence", description="Likelihood term: the mean over answers of each answer's mean, or the mean over all tokens (as in TRL)"
     )
     mask_format: bool = Field(True, description="Leave header and termination tokens out of the preference term")
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels to train on")
     pairs: Literal["best_worst", "best_rest"] = Field(
-        "best_rest", description="The best of a preference's ranked answers against only the worst, or against each of the others"
+        "best_rest", description="Compare the best of a preference's ranked answers with only the worst, or with each of the others"
     )
     training: TrainingSettings = Field(
-        TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences, with engine trl one pair"
+        TrainingSettings(), description="Optimisation settings; an example is one prompt with all its preferences, with engine trl one pair"
     )
 
     @property
@@ -159,13 +159,13 @@ class DpoConfig(AdaptableConfig):
                 raise ValueError("TRL's loss sigmoid has no parameters: set engine puna, or leave loss_parameters out")
             if self.method == "lora" and self.lora.initialization == "pissa":
                 raise ValueError(
-                    "TRL's reference is the policy without its adapters, which with pissa is not the policy that training starts "
-                    "from: set engine puna, or lora.initialization zero"
+                    "TRL's reference is the policy without its adapters, which with pissa is not the policy at the start of "
+                "training: set engine puna, or lora.initialization zero"
                 )
             if self.nll_weight and self.mask_format:
                 raise ValueError(
-                    "TRL leaves what mask_format masks out of the likelihood term as well: set mask_format false or nll_weight 0 "
-                    "with engine trl"
+                    "TRL also leaves the tokens masked by mask_format out of the likelihood term: set mask_format false or nll_weight 0 "
+                "with engine trl"
                 )
             if self.nll_weight and self.nll_normalization != "tokens":
                 raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
-    """Return rows packed from documents (lists of token ids), in order: `tokens`, and of each piece `lengths` and `documents` (ids)."""
+    """Return rows packed from documents (lists of token ids), in order: `tokens`, and for each piece `lengths` and `documents` (ids)."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     flat = tokens.flatten()
@@ -36,7 +36,7 @@ def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Arra
     total = int(ends[-1]) if len(ends) else 0
     cuts = np.arange(0, total + sequence_length, sequence_length).clip(max=total)
     cuts = np.unique(cuts) if total else np.zeros(1, np.int64)
-    # A piece ends where a document or a row does.
+    # A piece ends where its document or row ends.
     borders = np.unique(np.concatenate([cuts, ends]))
     pieces = np.diff(borders, prepend=0)[borders > 0] if total else np.zeros(0, np.int64)
     stops = borders[borders > 0] if total else np.zeros(0, np.int64)
@@ -72,8 +72,8 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
-        """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, write the tokens to it, each rank of a
-        training run a share, and map it: there may be more tokens than memory holds. Raise PunaError if there are no rows."""
+        """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, the tokens are written to it, a share by
+        each rank of a training run, and memory-mapped, since they may exceed memory. Raise PunaError if there are no rows."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
@@ -93,7 +93,7 @@ class Packed:
                 if number % count == at:
                     ids = piece(["tokens"])["tokens"].combine_chunks().flatten().to_numpy().astype(np.int32)
                     if len(ids) != size:
-                        raise PunaError(f"{source_name}: {len(rows)} rows have {len(ids)} tokens, and by their `lengths` {size}")
+                        raise PunaError(f"{source_name}: {len(rows)} rows have {len(ids)} tokens, but {size} according to their `lengths`")
                     largest = max(largest, int(ids.max(initial=-1)))
                     if out is None:
                         flat["tokens"].append(ids)
@@ -101,7 +101,7 @@ class Packed:
                         os.pwrite(out.fileno(), ids.data, ids.itemsize * total)
                 total += size
         if not flat["sizes"]:
-            raise PunaError(f"{source_name} has no rows: there is nothing to train on")
+            raise PunaError(f"{source_name} has no rows to train on")
         columns = {name: np.concatenate(arrays) for name, arrays in flat.items() if arrays}
         if file is not None and part is not None:
             largest = max(map(int, mesh.gather_texts(str(largest))))  # now all have written
@@ -133,10 +133,10 @@ class Packed:
         return np.asarray(np.array([id_ in ids for id_ in self.ids], dtype=bool)[self.owners], dtype=np.bool_)
 
     def validation(self, share: float, tokens: int) -> npt.NDArray[np.bool_]:
-        """Return a mask [P] of the pieces held out to measure the validation loss on.
+        """Return a mask [P] of the pieces held out for the validation loss.
 
-        They are all pieces of the documents whose ids have the smallest hashes: at most `share` of all documents, until one copy of each
-        adds up to `tokens` tokens; at least one document. Raise PunaError if no other document remains.
+        They are all pieces of the documents with the smallest id hashes: at most `share` of all documents, until one copy of each adds up
+        to `tokens` tokens; at least one document. Raise PunaError if no other document remains.
         """
         order = sorted(range(len(self.ids)), key=lambda d: (rank("validation", self.ids[d]), self.ids[d]))
         once = self._first_copies()
@@ -144,17 +144,17 @@ class Packed:
         count = max(1, int(share * len(self.ids)))
         count = min(count, int(np.searchsorted(np.cumsum(sizes[order]), tokens)) + 1)
         if count >= len(self.ids):
-            raise PunaError("the tokens are of one document: one is needed to train on and one to watch the loss on")
+            raise PunaError("the tokens are from only one document, but one is needed to train on and one to measure the loss on")
         mask = np.zeros(len(self.ids), dtype=bool)
         mask[order[:count]] = True
         return np.asarray(mask[self.owners], dtype=np.bool_)
 
     def _first_copies(self) -> npt.NDArray[np.bool_]:
-        """Return a mask [P] of every document's first copy: the pieces up to the first that does not continue in the next row."""
+        """Return a mask [P] of every document's first copy: its pieces up to the first that does not continue in the next row."""
         first_of_row = np.zeros(len(self.owners) + 1, dtype=bool)
         first_of_row[self.rows] = True
-        # A piece continues in the next row if the next piece opens that row and is of the same document. Two copies
-        # may also meet at a row's end: the second copy then counts as the end of the first, which is harmless.
+        # A piece continues in the next row if the next piece starts that row and belongs to the same document. Two copies may also meet at
+        # the end of a row: the second copy then counts as the end of the first, which is harmless.
         goes_on = np.zeros(len(self.owners), dtype=bool)
         goes_on[:-1] = first_of_row[1:-1] & (self.owners[1:] == self.owners[:-1])
         ends = np.flatnonzero(~goes_on)
@@ -162,18 +162,18 @@ class Packed:
         return np.arange(len(self.owners)) <= ends[np.unique(self.owners[ends], return_index=True)[1]][self.owners]
 
     def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
-        """Return the token ids of each piece in the mask `held` that has a token to predict, each document once."""
+        """Return the token ids of the pieces in the mask `held` that have a token to predict, each document once."""
         candidates = np.flatnonzero(held & self._first_copies() & (self.sizes > 1))
         return [self.piece(int(index)).astype(np.int64) for index in candidates]
 
 
 @dataclass
 class Reader:
-    """A reader of each training step's rows. It reads every row with a token to predict once per epoch, each epoch in another order.
+    """A reader of each training step's rows. It reads every row with a token to predict once per epoch, in a different order each epoch.
 
-    `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut
-    between these rows is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step`
-    with a number of rows for each step. `longest` gives a length for each step, at whose multiples a row's documents are cut."""
+    `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut between these rows
+    is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a number of rows for each step.
+    `longest` gives a length for each step; a row's documents are cut at its multiples."""
 
     packed: Packed
     excluded: npt.NDArray[np.bool_]
@@ -183,7 +183,7 @@ class Reader:
     join: int = 1
     growth: Ramp | None = None
     longest: Ramp | None = None
-    first: int = 0  # row of the order at which step 1 begins; negative if the reader takes over in a later step
+    first: int = 0  # row of the order at which step 1 begins; negative if the reader starts in a later step
     _groups: Ints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,19 +191,19 @@ class Reader:
         firsts = np.arange(0, len(self.packed.rows) - 1, self.join)
         self._groups = firsts[np.add.reduceat(useful.astype(np.int64), firsts) > 0]
         if not len(self._groups):
-            raise PunaError("no row has tokens to train on: all its documents are set aside")
+            raise PunaError("no row has tokens to train on: all its documents are held out")
         self._order = lru_cache(maxsize=4)(self._shuffle)
 
     @property
     def epoch_rows(self) -> int:
-        """Return the number of rows, each of `join` packed rows, in one epoch."""
+        """Return the number of rows, each of `join` packed rows, per epoch."""
         return len(self._groups)
 
     def _shuffle(self, epoch: int) -> Ints:
         return np.random.default_rng([self.seed, epoch]).permutation(self._groups)
 
     def pieces(self, step: int) -> list[tuple[int, int]]:
-        """Return (start, stop) in `packed.tokens` of all pieces of step `step` (1-based)."""
+        """Return (start, stop) in `packed.tokens` of all pieces in step `step` (1-based)."""
         results: list[tuple[int, int]] = []
         for position in range(self.rows_before(step), self.rows_before(step + 1)):
             epoch, index = divmod(self.first + position, len(self._groups))
@@ -251,7 +251,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Relay:
-    """The readers of a phase, which take over from each other: `readers[i]` reads from step `starts[i]` (1-based) on."""
+    """The consecutive readers of a phase: `readers[i]` reads from step `starts[i]` (1-based) on."""
 
     readers: Sequence[Reader]
     starts: Sequence[int]
@@ -265,7 +265,7 @@ class Relay:
 
 
 def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Table]]:
-    """Yield functions that read given columns of up to 4096 rows each: an Arrow array of lists cannot hold more than 2^31 elements."""
+    """Yield functions that read given columns of up to 4096 rows each, since an Arrow list array cannot hold more than 2^31 elements."""
     if isinstance(source, Artifact):
         yield from (lambda columns, part=part: part.of(columns).read() for part in source.parts("tokens", rows=4096))
     else:
@@ -273,7 +273,7 @@ def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Ta
 
 
 def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of a row's documents, cut where the row reaches multiples of `length` tokens."""
+    """Return the (start, stop) of a row's documents, cut at multiples of `length` tokens in the row."""
     cuts, at = [], 0
     for start, stop in row:
         while start < stop:
@@ -304,5 +304,5 @@ def mean_loss(model: Transformer, pieces: Sequence[Any], micro_batch_tokens: int
 
     total, count = total_nats(model, map(Targets.from_documents, batch_by_size(list(pieces), len, micro_batch_tokens)))
     if not count:
-        raise PunaError("the documents set aside have no token to predict")
+        raise PunaError("the held-out documents have no token to predict")
     return total / count

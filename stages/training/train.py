@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 CHECKPOINTS = "training"
 """Name of the folder of checkpoints in a run's scratch folder."""
 CHECKPOINT_STEPS = 50
-"""Steps between checkpoints of a run; checkpoints change no result."""
+"""Number of steps between checkpoints of a run; checkpoints do not change results."""
 WATCH = "puna.stages.evaluation.training_tasks"
-"""Module that evaluates tasks during training, imported by name, so that its code is not part of the keys of models without tasks."""
+"""Module that evaluates tasks during training. It is imported by name, so that its code is not part of the keys of models without tasks."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One prompt with its answers as token ids.
 
-    masks   per answer token, True if it enters the preference term or, in a conversation to learn, the loss
-    groups  rankings of answers, as indices: a ranking is a list of tiers of equally good answers, the best tier first
+    masks   per answer token, True if it counts in the preference term or, in a conversation to learn, in the loss groups  rankings of
+    answers, as indices: a ranking is a list of tiers of equally good answers, best tier first
     """
 
     prompt: list[int]
@@ -56,9 +56,9 @@ class Example:
 
 
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
-    """Return a row's context and ranked answers, tokenized; answer tokens that only the chat template writes are masked.
+    """Return a row's context and ranked answers, tokenized. Answer tokens that only the chat template adds are masked.
 
-    `groups`: tiers of equals, the best first. An answer ends in its stop token unless it has `finished: false`. BadRow if rendering fails.
+    `groups`: tiers of equals, best first. An answer ends in its stop token unless it has `finished: false`. BadRow if rendering fails.
     """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
@@ -67,7 +67,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
     if not all(prompt and ids for prompt, ids, _ in pairs):
         raise BadRow("empty", f"row {row['id']}: its prompt or one of its answers has no tokens")
     if any(prompt != pairs[0][0] for prompt, _, _ in pairs):
-        raise BadRow("chat_template", f"row {row['id']}: the chat template writes the prompt of one answer otherwise than that of another")
+        raise BadRow("chat_template", f"row {row['id']}: the chat template renders the prompt differently before different answers")
     numbers = iter(range(len(pairs)))
     return Example(
         prompt=list(pairs[0][0]), answers=[list(ids) for _, ids, _ in pairs], masks=[[not flag for flag in mask] for _, _, mask in pairs],
@@ -76,7 +76,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 
 
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
-    """Return a conversation, tokenized to learn the assistant's turns and their end tokens; tokens between the turns are masked.
+    """Return a conversation, tokenized for learning the assistant's turns and their end tokens; tokens between the turns are masked.
 
     There are several examples if the template renders earlier answers differently once a later turn follows. BadRow if rendering fails.
     """
@@ -93,9 +93,9 @@ def by_answer(
     examples: Sequence[Example], micro_batch_tokens: int, compute: Callable[[list[Example]], torch.Tensor],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return a tensor for each example, with one row per answer; `compute` is called with the examples of one packed row.
+    """Return a tensor for each example, with one row per answer. `compute` is called with the examples of one packed row.
 
-    `progress` gets (examples done, examples in all).
+    `progress` gets (number of finished examples, number of all examples).
     """
     values: dict[int, torch.Tensor] = {}
     for row in pack([len(example) for example in examples], micro_batch_tokens):
@@ -116,7 +116,7 @@ def context_limit(model: Transformer, max_tokens: int) -> Limit:
 
 
 def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
-    """Return the held-out prompts by task; raise PunaError if there are none."""
+    """Return the held-out prompts by task. Raise PunaError if there are none."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for row in prompts.read().to_pylist():
         if row["split"] == "heldout":
@@ -129,10 +129,10 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 def training_prompts(
     given: Sequence[dict[str, Any]], model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:  # fmt: skip
-    """Return the training prompts' rows; and (row, prompt token ids) of each row that fits. Raise PunaError if rows exist and none fits.
+    """Return the training prompts' rows, and (row, prompt token ids) of each row that fits. Raise PunaError if there are rows but none
+    fits.
 
-    A prompt must fit into the model's context with one answer of `max_tokens`, and with all its `answers` into a packed row.
-    """
+    A prompt must fit into the model's context with one answer of `max_tokens`, and into a packed row with all its `answers`."""
     rows = [one for one in given if one["split"] == "train"]
     within = row._replace(what=f"the prompt with {answers} answers of max_tokens={max_tokens}")
     rendered = bad.examples(
@@ -159,7 +159,7 @@ def frozen_dtype() -> torch.dtype:
 
 
 SMALL = 8_000_000
-"""Models below this number of parameters run best on one CPU thread: more threads would wait longer than they work."""
+"""Number of parameters below which a model runs fastest on one CPU thread, since more threads would mostly wait."""
 
 
 _large: weakref.WeakSet[Transformer] = weakref.WeakSet()
@@ -190,11 +190,11 @@ def load_model(
     artifact: Artifact, head: Literal["lm", "scalar"], *, new: bool = False, frozen: bool = False, quantization: str = "none",
     layout: Layout | None = None,
 ) -> tuple[Transformer, Tokenizer]:  # fmt: skip
-    """Return a model artifact's model and tokenizer. Raise PunaError if it cannot be read, or has another head.
+    """Return the model and tokenizer of a model artifact. Raise PunaError if it cannot be read or has another head.
 
-    `new`: add a scalar head of zeros to a language model. `frozen`: the model is not trained, and computes in bf16 on a GPU.
-    `quantization` nf4 converts the layers' matrices to 4 bits one by one. If `layout` splits the model, its weights stay mapped from the
-    file, in the file's number format, until each rank has read its own pieces."""
+    `new`: add a zero-initialised scalar head to a language model. `frozen`: the model is not trained, and computes in bf16 on a GPU.
+    `quantization` nf4 converts the layers' matrices to 4 bits one by one. If `layout` splits the model, its weights stay memory-mapped in
+    the file's number format until each rank has read its own pieces."""
     import torch
 
     from puna.models.formats.checkpoint import CheckpointError, load, read_config
@@ -216,10 +216,10 @@ def load_model(
 
 
 def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
-    """Raise PunaError if the models' tokenizers differ: a token id would stand for different texts."""
+    """Raise PunaError if the models' tokenizers differ, since a token id would stand for different texts."""
     from tokenizers import Tokenizer as Backend
 
-    # Compare both as this release serialises them: two releases may write one tokenizer in different ways.
+    # Compare both as the installed release serialises them, since releases may write the same tokenizer differently.
     first, *others = [Backend.from_file(str(model.path("tokenizer.json"))).to_str() for model in models]
     for model, other in zip(models[1:], others, strict=True):
         if other != first:
@@ -237,12 +237,12 @@ def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = 
     try:
         return grown_model(network, own, tokenizer_of(tokenizer))
     except ValueError as error:
-        raise PunaError(f"{artifact.id} and {tokenizer.id} have different tokenizers: tokenize with the model's own, which may grow by "
-                        f"tokenizer.new_tokens; the stage tokenizer takes it from the input model ({error})") from error  # fmt: skip
+        raise PunaError(f"{artifact.id} and {tokenizer.id} have different tokenizers: tokenize with the model's own, which can grow by "
+            f"tokenizer.new_tokens; the stage tokenizer takes it from the input model ({error})") from error  # fmt: skip
 
 
 def divergence_named(what: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context that raises a PunaError that names the training run (`what`) if it diverges."""
+    """Return a context in which divergence raises a PunaError that names the training run (`what`)."""
     from puna.models.training.loop import TrainingDiverged
 
     return errors_at(f"{what} diverged", TrainingDiverged)
@@ -254,7 +254,7 @@ def fit(
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train with Puna's loop; save checkpoints in the run's scratch folder and the log in the table `training_log`. Return the log.
 
-    `scales` multiplies the learning rate of the parameters that it names. `sampled`: batches depend on weights. PunaError on divergence.
+    `scales`: parameter name → learning rate factor. `sampled`: batches depend on weights. Raise PunaError on divergence.
     """
     from puna.models.training.loop import train
 
@@ -288,15 +288,15 @@ def code_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[t
 
 
 def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:
-    """Return the precision of this run's training; a resumed run keeps the precision with which it began."""
+    """Return the precision of this run's training. A resumed run keeps the precision that it started with."""
     from puna.models.training.loop import as_begun
 
     return as_begun(compute, run.scratch / CHECKPOINTS).precision_on(device().type)
 
 
 def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
-    """Write the table `training_log`, a figure of the loss, and metrics: steps, tokens and the mean loss of the last tenth of steps.
-    Raise PunaError if the loss of no step is finite."""
+    """Write the table `training_log`, a figure of the loss, and metrics: steps, tokens and the mean loss of the last tenth of steps. Raise
+    PunaError if the loss is not finite in any step."""
     rows = [{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log]
     run.write_rows(rows, "training_log")
     run.metric("steps", len(rows))
@@ -306,12 +306,12 @@ def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
         run.metric("final_loss", sum(tail) / len(tail))
     points: list[tuple[Any, float]] = [(row["step"], row["loss"]) for row in log if math.isfinite(row["loss"])]
     if log and not points:
-        raise PunaError(f"{run.stage} diverged: the loss of none of {len(log)} steps is finite; lower the learning rate")
+        raise PunaError(f"{run.stage} diverged: the loss is not finite in any of {len(log)} steps; lower the learning rate")
     run.figure("loss", Figure(title="Training loss", x="step", y="loss", series={run.stage: points}))
 
 
 def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: StageRun) -> None:
-    """Write the first and the last finite value of each column in `names` that the log has, as metrics; skipped steps have others."""
+    """Write as metrics the first and last finite value of each column in `names` that is in the log. Skipped steps lack some columns."""
     for name in names:
         if finite := [row[name] for row in log if math.isfinite(row.get(name, math.nan))]:
             run.metric(f"first_{name}", finite[0])

@@ -1,8 +1,7 @@
 """TRL's trainers as the second engine of sft, reward_model and dpo, on the same artifacts and tokens as Puna's engine.
 
-Puna tokenizes conversations by the chat template of the model's tokenizer, and TRL gets token ids. bf16 and gradient checkpointing, TRL's
-defaults, follow the settings in `compute`; telemetry is off. An interrupted run resumes from its saved state.
-"""
+Puna tokenizes conversations with the chat template of the model's tokenizer and passes token ids to TRL. The settings in `compute` replace
+TRL's defaults of bf16 and gradient checkpointing; telemetry is off. An interrupted run resumes from its saved state."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
-# huggingface_hub reads this variable when the imports inside the functions below import it.
+# huggingface_hub reads this variable at its import, inside the functions below.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -57,7 +56,7 @@ def train_sft(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
 
 
 def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: RewardModelConfig, run: StageRun) -> Transformer:
-    """Return the model trained by TRL's RewardTrainer. A row is a pair of a better and a worse answer of one ranking."""
+    """Return the model trained by TRL's RewardTrainer. A row is a pair of a better and a worse answer in the same ranking."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
@@ -82,8 +81,8 @@ def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any
 def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
     """Return the model trained by TRL's DPOTrainer with a preference term and a likelihood term (TRL's loss `sft`).
 
-    The reference is a copy of the policy, or with LoRA the policy without adapters. The likelihood term is a mean over tokens.
-    TRL has one mask for both terms: with `mask_format`, the likelihood term also leaves out the chat template's tokens.
+    The reference is a copy of the policy, or with LoRA the policy without adapters. The likelihood term is a mean over tokens. TRL uses one
+    mask for both terms: with `mask_format`, the likelihood term also leaves out the chat template's tokens.
     """
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -109,7 +108,7 @@ def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, c
         for better, worse in pairs_of(e, config.pairs)
     ]
     weights = {"loss_type": [config.loss, "sft"], "loss_weights": [1.0, config.nll_weight], **config.preference.own(config.loss_parameters)}
-    weights.pop("length_weight", None)  # always 0: `DpoConfig` refuses other values
+    weights.pop("length_weight", None)  # always 0: `DpoConfig` rejects other values
 
     def make(adapters: LoraConfig | None) -> Any:
         frozen = None if adapters else PunaForCausalLM.from_transformer(copy.deepcopy(model), pad_token_id=tokenizer.pad_token_id)
@@ -156,8 +155,8 @@ def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str,
     import torch
 
     if ranks.count() > 1 or torch.cuda.device_count() > 1:
-        raise PunaError(f"{run.stage}: engine trl trains in one process on one device, as each further one would enlarge the batch: "
-                        "set engine to puna, leave out --processes, or set CUDA_VISIBLE_DEVICES to one device")  # fmt: skip
+        raise PunaError(f"{run.stage}: engine trl trains in one process on one device, since further ones would enlarge the batch: "
+            "set engine to puna, leave out --processes, or set CUDA_VISIBLE_DEVICES to one device")  # fmt: skip
     config = training.train_config(rows)
     optimizer, schedule, compute = config.optimizer, config.schedule, config.compute
     return {
@@ -172,7 +171,7 @@ def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str,
 
 
 def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
-    """Return the artifact's tokenizer, loaded by transformers. TRL uses only the padding token; a missing one comes from `tokenizer`."""
+    """Return the artifact's tokenizer, loaded by transformers. TRL uses only its padding token; a missing one is taken from `tokenizer`."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(artifact.path())
@@ -182,7 +181,7 @@ def hub_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> Any:
 
 
 def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: AdaptableConfig, run: StageRun) -> Transformer:
-    """Return the model trained by the trainer that `make` builds, with any adapters merged; write `training_log` and kept adapters."""
+    """Return the model trained by the trainer that `make` builds, with any adapters merged. Write `training_log` and kept adapters."""
     import torch
     from transformers import PrinterCallback
 
@@ -191,7 +190,7 @@ def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: 
     seed, save_seconds = run.seed("trl"), config.training.compute.save_seconds
     identity = {"config": config.identity(), "seed": seed, "initial": weights_digest(model)}
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # adapters are drawn before TRL sets its own seed
+        torch.manual_seed(seed)  # adapters are initialised before TRL sets its own seed
         trainer = make(peft_config(model, config.lora) if config.method == "lora" else None)
         trainer.remove_callback(PrinterCallback)
         recorder = Recorder(trainer, identity, save_seconds, run)
@@ -206,10 +205,10 @@ def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: 
 
 
 class Recorder:
-    """The record of one training run: a row per step, and the training state, saved at the times that `Saver` chooses.
+    """The record of one training run: a row per step, and the training state, saved at the times chosen by `Saver`.
 
-    The state is tensors and JSON, as in Puna's own loop; TRL's checkpoints are pickles, which Puna's store does not hold.
-    `Recorder` is a callback without transformers' base class: every command imports this file, but should not import transformers.
+    The state is tensors and JSON, as in Puna's own loop; TRL's checkpoints are pickles, which Puna does not store. `Recorder` is a callback
+    without transformers' base class, because all commands import this file but should not import transformers.
     """
 
     def __init__(self, trainer: Any, identity: Mapping[str, Any], save_seconds: float, run: StageRun) -> None:
@@ -237,7 +236,7 @@ class Recorder:
             record = self._found[1]
             check_identity(self._folder, record, dict(self._identity))
             self.rows = record["log"]
-            if record["done"] == steps:  # the trainer would take one more step
+            if record["done"] == steps:  # otherwise the trainer would take one more step
                 self._load_weights()
                 return
             mark = self._run.scratch / "trl" / "begun"
@@ -247,7 +246,7 @@ class Recorder:
             self._trainer.train(resume_from_checkpoint=str(mark))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the saved moments and learning-rate schedule, if the run resumes."""
+        """Restore the saved optimizer state and learning-rate schedule if the run resumes."""
         if self._found is None:
             return
         tensors, record = self._found
@@ -267,12 +266,12 @@ class Recorder:
             self._restore_random()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the random generators if the state was saved within an epoch: skipping rows has drawn from them."""
+        """Restore the random generators if the state was saved within an epoch, since skipping rows has used them."""
         if self._found is not None:
             self._restore_random()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add a step's row; save the state if a save is due; end the training if a signal asked to stop it."""
+        """Add a step's row; save the state if a save is due; end the training if a signal asked for it."""
         if not logs or "loss" not in logs:
             return
         now, tokens = time.perf_counter(), float(logs.get("num_tokens", self._tokens))
@@ -328,6 +327,6 @@ def _random() -> list[Tensor]:
 
 
 def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one part of the state (`moments`, `weights`, …) as name without the part → tensor, numbers in order."""
+    """Return name → tensor for one part of the state (`moments`, `weights`, …); names omit the part, and numbers are in order."""
     own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
     return dict(sorted(own.items(), key=lambda item: (int(item[0]) if item[0].isdecimal() else 0, item[0])))

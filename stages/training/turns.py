@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class TurnsConfig(StageConfig):
-    """Settings of answers in several turns, and of the tools that reply between the turns."""
+    """Settings of multi-turn answers, and of the tools that reply between turns."""
 
     turns: int = Field(
-        1, ge=1, le=64, description="Maximum turns of the model in an answer; max_tokens covers all turns and the replies between them"
+        1, ge=1, le=64, description="Maximum turns of the model per answer; max_tokens covers all turns and the replies between them"
     )
     tools: tuple[ToolName, ...] = Field(
         (), description="Tools that the model may call between its turns: calculator, and python in the sandbox; a call is written as "
@@ -42,7 +42,7 @@ class TurnsConfig(StageConfig):
     @model_validator(mode="after")
     def _tools_answer_between_turns(self) -> Self:
         if self.tools and self.turns == 1:
-            raise ValueError("tools answer between turns: set turns above 1")
+            raise ValueError("tools reply between turns: set turns above 1")
         return self
 
 
@@ -68,7 +68,7 @@ def in_turns(
 
 
 def turns_of(answer: Completion, tokenizer: Tokenizer) -> list[Message]:
-    """Return an answer as messages: the model's turns, and the replies between these turns."""
+    """Return an answer as messages: the model's turns, and the replies between them."""
     messages, start = list[Message](), 0
     for begin, end, replies in answer.replies:
         messages += [{"role": "assistant", "content": answer_text(answer.tokens[start:begin], tokenizer)}, *replies]
@@ -77,7 +77,7 @@ def turns_of(answer: Completion, tokenizer: Tokenizer) -> list[Message]:
 
 
 def to_score(row: dict[str, Any], answer: Completion, tokenizer: Tokenizer) -> tuple[dict[str, Any], str]:
-    """Return the row and the text to score: `row` with the turns before the answer's last turn added to it, and the last turn's text."""
+    """Return the row and the text to score: `row` extended by all but the answer's last turn, and the last turn's text."""
     *before, last = turns_of(answer, tokenizer)
     return (row | {"messages": dump([*messages_of(row), *before])} if before else row), last["content"]
 
@@ -120,7 +120,7 @@ class Job(NamedTuple):
 
 
 def environment_reply(job: dict[str, Any]) -> dict[str, Any]:
-    """Return {"reply": the verifier's reply to a conversation, None if the answer is complete}; an exception becomes the reply."""
+    """Return {"reply": the verifier's reply to a conversation}, None if the answer is complete. An exception's text becomes the reply."""
     verifier = from_json(job["verifier"])
     try:
         return {"reply": verifier.reply(Question(*job["question"]), job["turns"])}
@@ -139,7 +139,7 @@ def _reply_chunk(jobs: list[Job], config: ScoringConfig) -> list[list[Message]]:
 
 @dataclass(frozen=True)
 class Replies:
-    """A function that replies to answers (`Respond`). `rows`: token ids → prompt; `names`: offered tools; `means`: resources."""
+    """A function that replies to answers (`Respond`). `rows`: token ids → prompt; `names`: available tools; `means`: resources."""
 
     rows: dict[tuple[int, ...], dict[str, Any]]
     tokenizer: Tokenizer
@@ -152,13 +152,13 @@ class Replies:
             row = self.rows[tuple(prompt)]
             jobs.append(Job(question_of(row), turns_of(answer, self.tokenizer), environment_of(row), self.names))
         some, config = chunks(jobs, AT_ONCE), self.means.config
-        # Programs, and environments from elsewhere, do not run in this process.
+        # Programs, and environments from other packages, do not run in this process.
         here = "python" not in self.names and all(isinstance(job.verifier, BoundedVerifier | None) for job in jobs)
         done = map(_reply_chunk, some, repeat(config)) if here else self.means.run.map(_reply_chunk, some, config)
         return [self._tokens(*pair, messages) if messages else None for pair, messages in zip(answers, chain(*done), strict=True)]
 
     def _tokens(self, prompt: list[int], answer: Completion, messages: list[Message]) -> tuple[list[int], list[Message]] | None:
-        """Return a reply's token ids and messages; None if the answer was cut off, without the token that ends a turn."""
+        """Return a reply's token ids and messages; None if the answer was truncated, that is, lacks the token that ends a turn."""
         row = self.rows[tuple(prompt)]
         with rendering(row):
             stop, ids = self.tokenizer.reply(messages, tools_of(row))

@@ -17,7 +17,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @lru_cache(maxsize=2)
 def load(folder: str) -> Tokenizer:
-    """Return the tokenizer in a folder. The two tokenizers used last stay in memory."""
+    """Return the tokenizer in a folder. The two most recently used tokenizers stay in memory."""
     from puna.models.tokens.tokenizer import Tokenizer
 
     return Tokenizer.load(folder)
@@ -29,7 +29,7 @@ def tokenizer_of(artifact: Artifact) -> Tokenizer:
 
 
 def check_tokens(tokens: Artifact, vocabulary: Artifact) -> None:
-    """Raise PunaError if a tokenizer other than the one in `vocabulary` made `tokens`."""
+    """Raise PunaError if `tokens` were made by a tokenizer other than that of `vocabulary`."""
     own = {name: record for name, record in vocabulary.manifest.files.items() if name in FILES}
     for item in tokens.manifest.inputs:
         if item.kind == "tokenizer" and item.data_digest != content_digest({}, own):

@@ -1,1 +1,1 @@
-"""Verifiers, which score the answers to a prompt: `registry` names them, `scoring` runs them."""
+"""Verifiers, which score the answers to a prompt: `registry` lists them, `scoring` runs them."""

@@ -1,4 +1,4 @@
-"""The base class of verifiers, the questions and scores that verifiers exchange, and the limits of scoring."""
+"""The base class of verifiers, the questions and scores that they exchange, and the limits of scoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Question(NamedTuple):
     """The part of a prompt that a verifier sees: id, task, text, and the gold answer (`reference`), if there is one.
 
-    `messages`: the turns of the conversation, each with role and content; if empty, `text` is one user message.
+    `messages`: the turns of the conversation, each with role and content; if empty, `text` is the only user message.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Question(NamedTuple):
 class Score:
     """The quality of an answer, 0 to 1, and a note for readers. `value` None: the answer could not be scored.
 
-    `steps`: for each step of an answer in order, the index after its last character and its reward, 0 to 1 (`grpo.credit`).
+    `steps`: for each step of an answer in order, the index after its last character, and its reward, 0 to 1 (`grpo.credit`).
     """
 
     value: float | None
@@ -57,22 +57,22 @@ class Item(NamedTuple):
 class Verifier(StageConfig):
     """The base class of all verifiers: its fields are the parameters in a prompt's JSON, and `score` scores one answer.
 
-    Verifiers with equal settings share one instance, so a `functools.cached_property` can prepare costly state. Unless `score_many` is
+    Verifiers with equal settings share one instance, so a `functools.cached_property` can hold costly state. Unless `score_many` is
     overridden, `score` runs in a separate process, which is killed if an answer takes too long. An exception becomes a score of None.
     """
 
     name: ClassVar[str]
-    stepwise: ClassVar[bool] = False  # its scores have `steps`
+    stepwise: ClassVar[bool] = False  # True if its scores have `steps`
 
     def score(self, question: Question, answer: str) -> Score:
         """Return the score of one answer."""
         raise NotImplementedError(f"{type(self).__name__} has no method score")
 
     def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:
-        """Return the user's next message to an answer's turns so far, the last one the model's; None: the answer is complete.
+        """Return the user's next message after an answer's turns so far, the last of which is the model's; None: the answer is complete.
 
         A verifier that replies is an environment (see `grpo.turns`). `score` then gets the last turn as answer, and a question whose
-        messages hold the turns before it. `reply` runs where `score` does; an exception's text becomes the reply."""
+        messages include the turns before it. `reply` runs in the same process as `score`; an exception's text becomes the reply."""
         return None
 
     def reaches(self) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ class Verifier(StageConfig):
         return [(cls.__module__, cls.__qualname__.split(".")[0])]
 
     def parts(self) -> tuple[Verifier, ...]:
-        """Return the verifiers whose scores this verifier combines; () if this verifier scores answers itself."""
+        """Return the verifiers whose scores this verifier combines; () if it scores answers itself."""
         return ()
 
     def combine(self, scores: Sequence[Score]) -> Score:
@@ -92,11 +92,11 @@ class Verifier(StageConfig):
         raise NotImplementedError(f"{type(self).__name__} has no method combine")
 
     def check(self, question: Question) -> None:
-        """Raise PunaError if the settings do not suit the prompt; called before anything is scored."""
+        """Raise PunaError if the settings do not fit the prompt. Called before anything is scored."""
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if a model is missing or programs cannot be isolated; called once, before any answer is scored."""
+        """Raise PunaError if a model is missing or programs cannot be isolated. Called once, before any answer is scored."""
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score] | None:
@@ -105,7 +105,7 @@ class Verifier(StageConfig):
 
 
 class BoundedVerifier(Verifier):
-    """A verifier of Puna whose `score` takes linear time, so that it needs no separate process."""
+    """A verifier of Puna's own whose `score` takes linear time, so that it needs no separate process."""
 
     @classmethod
     def score_many(cls, items: Sequence[Item], tools: Tools) -> list[Score]:
@@ -118,7 +118,7 @@ def to_json(verifier: Verifier) -> dict[str, Any]:
 
 
 def attempt(item: Item) -> Score:
-    """Return the score of one answer; if the verifier fails, a score of None with the error."""
+    """Return the score of one answer, or a score of None with the error if the verifier fails."""
     try:
         score = item.verifier.score(item.question, item.answer)
     except Exception as error:  # noqa: BLE001  a verifier may be anybody's code: its failure is a result
@@ -127,30 +127,30 @@ def attempt(item: Item) -> Score:
 
 
 def check_score(score: Score, name: str) -> Score:
-    """Return a valid score (value and rewards from 0 to 1), with its detail cut to `DETAIL`; else a score of None with the reason."""
+    """Return a valid score (value and rewards from 0 to 1) with its detail truncated to `DETAIL`, else a score of None with the reason."""
     value = score.value if isinstance(score, Score) else score
     if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
-        return Score(None, f"{name} gave {value!r}, not a Score from 0 to 1"[:DETAIL])
+        return Score(None, f"{name} returned {value!r}, not a Score from 0 to 1"[:DETAIL])
     try:
         steps = [(int(end), float(reward)) for end, reward in score.steps]
     except (TypeError, ValueError):
         steps = [(0, -1.0)]
     if sorted(steps, key=itemgetter(0)) != steps or not all(0 <= reward <= 1 for _, reward in steps):
-        return Score(None, f"{name} gave steps {score.steps!r}, not rising ends with rewards from 0 to 1"[:DETAIL])
+        return Score(None, f"{name} returned steps {score.steps!r}, not increasing ends with rewards from 0 to 1"[:DETAIL])
     return Score(None if value is None else float(value), str(score.detail)[:DETAIL].encode("utf-8", "replace").decode(), steps)
 
 
 def reference_of(verifier: Verifier, answer: str | None, question: Question) -> str:
-    """Return the expected answer: the verifier's own, else the prompt's reference; raise PunaError without either."""
+    """Return the expected answer: the verifier's own, else the prompt's reference. Raise PunaError without either."""
     if answer is not None:
         return answer
     if question.reference is None:
-        raise PunaError(f"prompt {question.id}: verifier {verifier.name} needs `answer`, for the prompt has no reference")
+        raise PunaError(f"prompt {question.id}: verifier {verifier.name} needs `answer`, since the prompt has no reference")
     return question.reference
 
 
 def score_ending(value: float | None, finished: bool) -> float | None:
-    """Return the score of an answer from the score of its text: a truncated answer scores 0, except that None stays None."""
+    """Return the score of an answer from the score of its text: a truncated answer scores 0, unless the text's score is None."""
     return value if finished or value is None else 0.0
 
 
@@ -164,10 +164,10 @@ class ScoringConfig(StageConfig):
     seconds: float = Field(
         10.0, gt=0, le=600, description="Maximum CPU seconds to score an answer (wall time: tenfold); beyond, no score (verifier code: 0)"
     )
-    memory_mb: int = Field(512, ge=64, le=1 << 20, description="Maximum memory of all of a program's processes together, MiB")
-    disk_mb: int = Field(64, ge=1, le=1 << 20, description="Maximum size of a program's files, MiB")
-    processes: int = Field(32, ge=1, le=10_000, description="Maximum number of a program's processes and threads")
+    memory_mb: int = Field(512, ge=64, le=1 << 20, description="Maximum total memory of a program's processes, in MiB")
+    disk_mb: int = Field(64, ge=1, le=1 << 20, description="Maximum size of a program's files, in MiB")
+    processes: int = Field(32, ge=1, le=10_000, description="Maximum number of processes and threads of a program")
     endpoint: EndpointConfig | None = Field(
-        None, description="Model at an endpoint that grades for `judge` verifiers that name no model; null: a model of the input `judges`"
+        None, description="Model at an endpoint that grades for `judge` verifiers without a model; null: a model of the input `judges`"
     )
-    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum tokens of a grading model's reply, its reasoning included")
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum tokens of a grading model's reply, including its reasoning")

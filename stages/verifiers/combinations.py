@@ -15,7 +15,7 @@ from puna.stages.verifiers.registry import from_json, register
 class Combination(Verifier):
     """Base class of verifiers that combine the scores of other verifiers."""
 
-    of: tuple[Verifier, ...] = Field(min_length=1, max_length=100, description="Verifiers, each in JSON as in a prompt")
+    of: tuple[Verifier, ...] = Field(min_length=1, max_length=100, description="Verifiers, each as JSON like in a prompt")
 
     @field_validator("of", mode="before")
     @classmethod
@@ -39,7 +39,7 @@ class Combination(Verifier):
 
 @register
 class Product(Combination):
-    """The product of the scores, which is high only if all scores are high: for example, a checker times a reward model."""
+    """The product of the scores, which is high only if all of them are: for example, a checker times a reward model."""
 
     name: ClassVar[str] = "product"
 
@@ -53,7 +53,7 @@ class Weighted(Combination):
 
     name: ClassVar[str] = "weighted"
 
-    weights: tuple[float, ...] = Field(description="Weight of each verifier, not negative; their sum is not 0")
+    weights: tuple[float, ...] = Field(description="Weight of each verifier, not negative; not all 0")
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> Weighted:

@@ -1,4 +1,4 @@
-"""`constraints`: a check of instructions that a program can verify, as in IFEval."""
+"""`constraints`: checks of instructions that a program can verify, as in IFEval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from puna.stages.verifiers.registry import register
 AT_LEAST, LESS_THAN = "at least", "less than"
 Check = Callable[..., bool]
 KINDS: dict[str, Check] = {}
-"""Id of an instruction, `group:name` → its check, whose keyword-only parameters are the instruction's arguments."""
+"""Instruction id, `group:name` → its check, whose keyword-only parameters are the instruction's arguments."""
 
 
 def kind(name: str) -> Callable[[Check], Check]:
@@ -32,7 +32,7 @@ def kind(name: str) -> Callable[[Check], Check]:
 
 
 def compare_count(count: int, relation: str, number: int) -> bool:
-    """True if `count` is at least, or less than, `number`. `_check_arguments` refuses any other relation."""
+    """True if `count` is at least, or less than, `number`. `_check_arguments` rejects any other relation."""
     return count >= number if relation == AT_LEAST else count < number
 
 
@@ -46,7 +46,7 @@ def pattern(text: str) -> Any:
 
 @kind("keywords:existence")
 def has_keywords(answer: str, *, keywords: list[str]) -> bool:
-    """True if each keyword occurs, ignoring case, also inside a word."""
+    """True if each keyword occurs, ignoring case, possibly inside a word."""
     return all(word.lower() in answer.lower() for word in keywords)
 
 
@@ -64,13 +64,13 @@ def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
 
 @kind("keywords:letter_frequency")
 def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """True if `letter`, a letter or other character, occurs at least, or less than, `let_frequency` times, ignoring case."""
+    """True if `letter`, any character, occurs at least, or less than, `let_frequency` times, ignoring case."""
     return compare_count(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 @kind("language:response_language")
 def response_language(answer: str, *, language: str) -> bool:
-    """True if `language` is the ISO 639-1 code of the answer's language (a region is ignored), or the answer has no letters."""
+    """True if `language` (ISO 639-1, region ignored) is the answer's language, or if the answer has no letters."""
     return _language(answer) in (None, language.lower().partition("-")[0])
 
 
@@ -86,7 +86,7 @@ def english_lowercase(answer: str) -> bool:
 
 @kind("change_case:capital_word_frequency")
 def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """True if at least, or less than, `capital_frequency` words are in capitals. Hyphens, periods and apostrophes join parts of a word."""
+    """True if at least, or less than, `capital_frequency` words are in capitals. Hyphens, periods and apostrophes join words."""
     return compare_count(sum(word.isupper() for word in re.findall(r"\w+(?:[-.'’]\w+)*", answer)), capital_relation, capital_frequency)
 
 
@@ -97,7 +97,7 @@ def _language(text: str) -> str | None:
     text = " ".join(text.split())
     if not any(c.isalpha() for c in text):
         return None
-    # A text in capitals looks foreign to the classifier.
+    # The classifier takes text in capitals for another language.
     ((_, label),) = lid().f.predict(text.lower() if text.isupper() else text, 1, 0.0, "strict")
     return str(label).removeprefix("__label__")
 
@@ -132,7 +132,7 @@ def nth_paragraph_first_word(answer: str, *, num_paragraphs: int, nth_paragraph:
     return word is not None and word.group(1).lower() == first_word.lower()
 
 
-# Abbreviations that a sentence rarely ends with.
+# Abbreviations that rarely end a sentence.
 SHORT = frozenset([
     "al", "approx", "apr", "aug", "capt", "co", "col", "corp", "dec", "dept", "dr", "est", "etc", "feb", "fig", "gen", "gov", "hon", "inc",
     "jan", "jr", "jul", "jun", "lt", "ltd", "mar", "max", "min", "mr", "mrs", "ms", "nov", "oct", "pres", "prof", "rep", "rev", "sen",
@@ -144,7 +144,7 @@ END = re.compile(r"([^\s.!?…]{0,20})([.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。�
 
 
 def count_sentences(text: str) -> int:
-    """Return the number of sentences, which end at . ! ? … or the end, but not at the dot of an abbreviation, initial or list number."""
+    """Return the number of sentences. They end at . ! ? … or the end, but not at the dot of an abbreviation, initial or list number."""
     count, last = 0, 0
     for match in END.finditer(text):
         word, marks = (match.group(1) or "").lower().lstrip("(\"'“‘*"), match.group(2) or ""
@@ -171,7 +171,7 @@ def number_placeholders(answer: str, *, num_placeholders: int) -> bool:
 
 @kind("detectable_content:postscript")
 def postscript(answer: str, *, postscript_marker: str) -> bool:
-    """True if `postscript_marker` occurs, ignoring case; in dotted markers (P.S., P.P.S), a space may follow a period."""
+    """True if `postscript_marker` occurs, ignoring case. In dotted markers (P.S., P.P.S), a space may follow a period."""
     letters = re.fullmatch(r"(?:[A-Za-z]\.)+[A-Za-z]?\.?", postscript_marker)
     parts = [re.escape(c) for c in postscript_marker.replace(".", "")]
     text = r"\.\s?".join(parts) + (r"\." if postscript_marker.endswith(".") else "") if letters else re.escape(postscript_marker)
@@ -187,7 +187,7 @@ def number_bullet_lists(answer: str, *, num_bullets: int) -> bool:
 
 @kind("detectable_format:constrained_response")
 def constrained_response(answer: str) -> bool:
-    """True if one of the sentences "My answer is yes.", "My answer is no." and "My answer is maybe." occurs."""
+    """True if "My answer is yes.", "My answer is no." or "My answer is maybe." occurs."""
     return any(f"My answer is {word}." in answer for word in ("yes", "no", "maybe"))
 
 
@@ -220,7 +220,7 @@ def json_format(answer: str) -> bool:
 
 @kind("detectable_format:title")
 def title(answer: str) -> bool:
-    """True if the answer has a title, not empty, in double angle brackets."""
+    """True if the answer has a non-empty title in double angle brackets."""
     return any(heading.strip("<> \t") for heading in pattern(r"<<[^\n]+?>>").findall(answer))
 
 
@@ -240,7 +240,7 @@ def repeat_prompt(answer: str, *, prompt_to_repeat: str) -> bool:
 
 @kind("startend:end_checker")
 def end_checker(answer: str, *, end_phrase: str) -> bool:
-    """True if the answer ends with `end_phrase`, ignoring case and double quotation marks around the answer and the phrase."""
+    """True if the answer ends with `end_phrase`, ignoring case and double quotation marks around either."""
     return answer.strip().strip('"').lower().endswith(end_phrase.strip().strip('"').lower())
 
 
@@ -260,21 +260,21 @@ def no_comma(answer: str) -> bool:
 class Constraints(BoundedVerifier):
     """Score 1 if the answer follows all instructions, else 0; with `partial`, the share of instructions that it follows.
 
-    `instruction_id_list` and `kwargs` are the fields of a row of IFEval's file (Zhou et al., arXiv 2311.07911), unchanged.
-    An empty answer follows no instruction. IFEval uses NLTK for sentences and langdetect for languages; Puna uses rules and fastText's
-    classifier, so that some answers are judged differently.
+    `instruction_id_list` and `kwargs` are the fields of a row in IFEval's file (Zhou et al., arXiv 2311.07911), unchanged. An empty answer
+    follows no instruction. IFEval uses NLTK for sentences and langdetect for languages, Puna rules and fastText's classifier, so some
+    answers are judged differently.
     """
 
     name: ClassVar[str] = "constraints"
 
     instruction_id_list: tuple[str, ...] = Field(
-        min_length=1, max_length=100, description="Ids of the instructions; a language before them (en:) is ignored"
+        min_length=1, max_length=100, description="Ids of the instructions; a language prefix (en:) is ignored"
     )
-    kwargs: tuple[dict[str, JsonValue], ...] = Field(description="Arguments of each instruction; null ones are ignored")
+    kwargs: tuple[dict[str, JsonValue], ...] = Field(description="Arguments of each instruction; null values are ignored")
     loose: bool = Field(
-        False, description="Also judge variants without asterisks, first or last line; one must pass (IFEval's loose accuracy)"
+        False, description="Also check variants without asterisks, first or last line; one must pass (IFEval's loose accuracy)"
     )
-    partial: bool = Field(False, description="The score is the share of instructions that are followed")
+    partial: bool = Field(False, description="Score the share of instructions that are followed")
 
     @model_validator(mode="after")
     def _instructions_are_known(self) -> Constraints:
@@ -300,7 +300,7 @@ class Constraints(BoundedVerifier):
 
 
 def _bare(name: str) -> str:
-    """Return an id without its language: en:punctuation:no_comma gives punctuation:no_comma."""
+    """Return an id without its language prefix: en:punctuation:no_comma gives punctuation:no_comma."""
     return name.partition(":")[2] if name.count(":") == 2 else name
 
 
@@ -317,13 +317,13 @@ def _check_arguments(name: str, given: dict[str, Any]) -> None:
         kinds = {"int": int, "str": str, "list[str]": list}[types[argument]]
         members = value if isinstance(value, list) else []
         if not isinstance(value, kinds) or isinstance(value, bool) or not value or not all(isinstance(v, str) for v in members):
-            raise ValueError(f"instruction {name}: {argument}={value!r} is no {types[argument]}")
+            raise ValueError(f"instruction {name}: {argument}={value!r} is not of type {types[argument]}")
         if argument.endswith("relation") and value not in (AT_LEAST, LESS_THAN):
             raise ValueError(f"instruction {name}: {argument}={value!r}; write {AT_LEAST!r} or {LESS_THAN!r}")
 
 
 def _variants(answer: str) -> list[str]:
-    """Return the eight variants of the answer, with or without asterisks, first line and last line (section 4.2 of the paper)."""
+    """Return the eight variants of the answer, with and without asterisks, first line and last line (section 4.2 of the paper)."""
     lines = answer.split("\n")
     cut = [answer, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return [*cut, *(text.replace("*", "") for text in cut)]

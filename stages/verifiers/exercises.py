@@ -1,4 +1,4 @@
-"""`guess` and `chain`: an exercise to solve in several turns with hints, and an exercise whose steps are checked one by one."""
+"""`guess` and `chain`: a number to guess in several turns with hints, and arithmetic whose steps are checked one by one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from puna.stages.verifiers.registry import register
 
 @register
 class Guess(BoundedVerifier):
-    """Score 1 if the last turn is the number, else 0. The replies to earlier turns say whether the number is higher or lower.
+    """Score 1 if the last turn is the number, else 0. Replies to earlier turns say whether the number is higher or lower.
 
-    With `hints` false, the replies say only that a guess is wrong: a control for what a model learns from hints.
+    With `hints` false, the replies only say that a guess is wrong, as a control for what a model learns from hints.
     """
 
     name: ClassVar[str] = "guess"
@@ -45,7 +45,7 @@ class Guess(BoundedVerifier):
 class Chain(BoundedVerifier):
     """Score 1 if the lines, one per operation, end in the correct running values of an arithmetic chain, else 0.
 
-    The chain is worked from left to right. A line is a step, with a reward of 1 if its last number is right; see `grpo.credit`.
+    The chain is computed from left to right. Each line is a step, with reward 1 if its last number is right; see `grpo.credit`.
     """
 
     name: ClassVar[str] = "chain"
@@ -53,12 +53,12 @@ class Chain(BoundedVerifier):
 
     numbers: tuple[int, ...] = Field(min_length=2, max_length=100, description="Numbers of the chain")
     signs: tuple[Literal["+", "-", "*"], ...] = Field(description="Operations between the numbers")
-    partial: bool = Field(False, description="The score is the share of the lines that are right")
+    partial: bool = Field(False, description="Score the share of correct lines")
 
     @model_validator(mode="after")
     def _signs_stand_between(self) -> Chain:
         if len(self.signs) != len(self.numbers) - 1:
-            raise ValueError(f"{len(self.signs)} signs do not stand between {len(self.numbers)} numbers")
+            raise ValueError(f"{len(self.signs)} signs do not fit between {len(self.numbers)} numbers")
         return self
 
     def score(self, question: Question, answer: str) -> Score:

@@ -6,7 +6,7 @@ import re
 
 TAG = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 HASHES = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
-# Bounded repeats only: linear time whatever the answer.
+# Only bounded repeats are used, so matching takes linear time on any answer.
 SAID = re.compile(r"\b(?:final |correct )?answer(?: is:?|:)(?![a-z])[ \t*]{0,8}(\S.*)", re.IGNORECASE)
 QUOTES = {'"': '"', "'": "'", "`": "`", "“": "”", "‘": "’", "«": "»"}
 
@@ -34,19 +34,19 @@ def boxed_text(text: str) -> str | None:
             depth += (text[at] == "{") - (text[at] == "}")
             if depth == 0:
                 return text[start + len("\\boxed{") : at]
-        if text.count("\\boxed{") > 100:  # give up: each search for a closing brace reads to the end
+        if text.count("\\boxed{") > 100:  # give up, since each search for a closing brace reads to the end
             return None
         start = text.rfind("\\boxed{", 0, start)
     return None
 
 
 def _bare(text: str) -> str:
-    """Return the text without a final full stop, Markdown emphasis, LaTeX math delimiters and one pair of quotes around it."""
+    """Return the text without a final full stop, Markdown emphasis, LaTeX math delimiters and one pair of enclosing quotes."""
     text = text.strip().removesuffix(".").strip()
     for mark in ("**", "__", "*", "$$", "$", "\\(", "\\["):
         end = {"\\(": "\\)", "\\[": "\\]"}.get(mark, mark)
         if text.endswith(end) and not text.startswith(mark) and mark not in text[: -len(end)]:
-            text = text.removesuffix(end)  # the opening mark stood before "answer is"
+            text = text.removesuffix(end)  # the opening mark was before "answer is"
         elif text.startswith(mark) and text.endswith(end) and len(text) > len(mark) + len(end):
             text = text[len(mark) : -len(end)]
     text = text.strip().removesuffix(".").strip()

@@ -17,11 +17,11 @@ FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE
 
 @register
 class JsonSchema(Verifier):
-    """Score 1 if the answer or its last code block is JSON (RFC 8259) that the schema accepts, else 0 with the first fault and its place.
+    """Score 1 if the answer or its last code block is JSON (RFC 8259) that the schema accepts, else 0 with the first error and its
+    location.
 
-    The draft is named by `$schema`, else 2020-12. Formats are checked; a schema with an unknown format is refused. Nothing is fetched:
-    a `$ref` must point into the schema or to a draft's schemas. A pattern that takes too long on an answer gives no score.
-    """
+    The draft is given by `$schema`, else 2020-12. Formats are checked; a schema with an unknown format is rejected. Nothing is fetched: a
+    `$ref` must point into the schema or to a draft's schemas. A pattern that takes too long on an answer gives no score."""
 
     name: ClassVar[str] = "json_schema"
 
@@ -41,16 +41,16 @@ class JsonSchema(Verifier):
         from jsonschema.exceptions import SchemaError
 
         if isinstance(self.json_schema, dict) and not isinstance(self.json_schema.get("$schema", ""), str):
-            raise ValueError("json_schema.$schema: is not text; name a draft by its address, or leave the field out")
+            raise ValueError("json_schema.$schema: is not text; give a draft's URL, or leave the field out")
         try:
             self.validator.check_schema(self.json_schema)
         except SchemaError as error:
             raise ValueError(f"json_schema{_place(error)}: {error.message[:300]}") from error
         if broken := _unresolved_reference(self.json_schema, self.validator):
-            raise ValueError(f"json_schema: $ref {broken!r} leads to no schema: nothing is fetched, so give it below $defs")
+            raise ValueError(f"json_schema: $ref {broken!r} cannot be resolved to a schema: nothing is fetched, so define it below $defs")
         checkers = self.validator.format_checker.checkers
         if unknown := sorted(set(_formats(self.json_schema)) - set(checkers)):
-            raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; there are {', '.join(sorted(checkers))}")
+            raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; use {', '.join(sorted(checkers))}")
         return self
 
     def score(self, question: Question, answer: str) -> Score:
@@ -77,7 +77,7 @@ def _json(text: str) -> Any:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Judge(Verifier):
     """Score by a language model: the mean of its grades, weighted by their probabilities, as a share of the highest grade.
 
-    Scoring takes one forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2): scores are finer than digits.
-    For a judge without `model`, the model at `scoring.endpoint`, if given, writes one grade instead.
+    Scoring takes one forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2), so scores are not limited to
+    whole grades. For a judge without `model`, the model at `scoring.endpoint`, if given, writes one grade instead.
     """
 
     name: ClassVar[str] = "judge"
@@ -35,11 +35,11 @@ class Judge(Verifier):
     model: str | None = Field(
         None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="First digits of the model's data digest; null: the only given model"
     )
-    show_reference: bool = Field(True, description="Show the model the prompt's reference answer, where there is one")
+    show_reference: bool = Field(True, description="Show the model the prompt's reference answer, if there is one")
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if a judge's model is missing, or the model's tokenizer does not distinguish the grades."""
+        """Raise PunaError if a judge's model is missing, or if its tokenizer does not distinguish the grades."""
         for model, top in {(v.model, v.max_grade) for v in verifiers if isinstance(v, Judge)}:
             if model is None and tools.endpoint is not None:
                 continue
@@ -70,7 +70,7 @@ class Judge(Verifier):
 
 
 def ask_endpoint(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: int) -> list[Score]:
-    """Return scores from the grades that a remote model writes (None for a reply without one): one reply per request, at temperature 0."""
+    """Return scores from the grades that a remote model writes (None for a reply without one), one reply per request at temperature 0."""
     bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": tokens} for text in requests]
     scores = []
     for reply in endpoint.ask(bodies, "grades"):
@@ -81,7 +81,7 @@ def ask_endpoint(endpoint: Endpoint, requests: Sequence[str], top: int, tokens: 
 
 
 class Grade(NamedTuple):
-    """The mean grade, None if `tokens` exceed the judge's context; `answered`: probability that the judge answers with a grade."""
+    """The mean grade, None if `tokens` exceed the judge's context. `answered`: the probability that the judge answers with a grade."""
 
     mean: float | None
     answered: float
@@ -89,8 +89,8 @@ class Grade(NamedTuple):
 
     def score(self, top: int) -> Score:
         if self.mean is None:
-            return Score(None, f"{self.tokens} tokens are more than the judge reads")
-        # Rounded, because the last digits depend on what else is in the batch.
+            return Score(None, f"{self.tokens} tokens exceed the judge's context")
+        # Rounded, because the last digits depend on the rest of the batch.
         detail = f"grade {self.mean:.2f} of {top}; the model answers with a grade with probability {self.answered:.2g}"
         return Score(round(self.mean / top, 4), detail)
 
@@ -132,7 +132,7 @@ CODE_POINTS = (
     "The code does what the author of the request wants to reach.",
 )
 RUBRIC = "Begin with 0 and add one point for each line that is true of the answer:\n{lines}"
-LEVELS = 2  # the highest of the three levels of difficulty, which begin at 0
+LEVELS = 2  # the highest of the three difficulty levels, which start at 0
 DIFFICULTY = (
     "How difficult is it to answer the request below well?\n0: easy, anybody could.\n1: it takes care, knowledge or several steps.\n"
     "2: hard, an expert would have to think.\n\nThe request:\n<<<\n{request}\n>>>\n\nReply with the level alone, one digit from 0 to 2."
@@ -150,13 +150,13 @@ class JudgeSettings(StageConfig):
 
     points: tuple[str, ...] = Field(POINTS, min_length=1, max_length=9, description="Criteria of an answer, one point each")
     code_points: tuple[str, ...] = Field(CODE_POINTS, min_length=1, max_length=9, description="Criteria of an answer with a code block")
-    below_full: float = Field(0.5, ge=0, lt=9, description="Maximum points that a mean grade may lack to count as a full score")
+    below_full: float = Field(0.5, ge=0, lt=9, description="Points by which a mean grade may fall short and still count as the top grade")
     difficulty: bool = Field(True, description="Also grade difficulty and number of intentions; false: difficulty is one minus agreement")
-    max_intentions: int = Field(5, ge=1, le=9, description="Highest number of intentions of a request; more count as this number")
+    max_intentions: int = Field(5, ge=1, le=9, description="Maximum number of intentions in a request; more count as this number")
 
 
 class Graded(NamedTuple):
-    """Grades by instruction id: the share of the points, the ids with the full score, the difficulty from 0 to 1.
+    """Grades by instruction id: the share of points, the ids with the top grade, and the difficulty from 0 to 1.
 
     Instructions too long for the judge are left out. `scores`: rows of the side table `scores`.
     """
@@ -170,10 +170,10 @@ class Graded(NamedTuple):
 def grade(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings, run: StageRun) -> Graded:
     """Return grades of instructions from the judge's probabilities of the digits: one forward pass per grade, without sampling.
 
-    As in Llama 3 (section 4.2.3): points for accuracy, instruction following and tone, or, if the answer has code, for freedom from bugs
-    and the user's intention; three levels of difficulty; and the number of intentions (Instag, arXiv 2308.07074, but without tags). If
-    `settings.difficulty`, the difficulty is the mean of level and number, as shares of their maxima; else there is none. Metrics:
-    `unjudged`, and `judge_answers`, the mean probability that the answer is a grade; if low, the judge does not understand the question.
+    As in Llama 3 (section 4.2.3): points for accuracy, instruction following and tone or, if the answer has code, for freedom from bugs and
+    for the user's intention; three levels of difficulty; and the number of intentions (Instag, arXiv 2308.07074, but without tags). With
+    `settings.difficulty`, difficulty is the mean of level and number, as shares of their maxima; else there is none. Metrics: `unjudged`,
+    and `judge_answers`, the mean probability that the answer is a grade; if it is low, the judge misunderstands the question.
     """
     messages = {row["id"]: messages_of(row) for row in rows}
     questions = {name: as_text(turns[:-1]) for name, turns in messages.items()}

@@ -1,4 +1,4 @@
-"""Models for verifiers (artifacts in a stage's input `judges`, named by data digest), and a verifier's other resources."""
+"""Models for verifiers (artifacts in a stage's input `judges`, named by data digest), and other resources of verifiers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Head = Literal["lm", "scalar"]
 HEADS: dict[Head, str] = {"lm": "a language model", "scalar": "a reward model"}
 T = TypeVar("T")
-DIGEST = 8  # minimum hex digits of a data digest that name a model
-BATCH_TOKENS = 8192  # approximate tokens of one forward pass of a judge
+DIGEST = 8  # minimum number of hex digits of a data digest that name a model
+BATCH_TOKENS = 8192  # approximate number of tokens per forward pass of a judge
 
 
 class Loaded(NamedTuple):
@@ -36,12 +36,12 @@ class Judges:
         self._loaded: dict[str, Loaded] = {}
 
     def find(self, verifier: str, head: Head, name: str | None) -> Loaded:
-        """Return the model whose data digest begins with `name` (None: the only one with `head`). Raise PunaError unless one model fits."""
+        """Return the model whose data digest begins with `name` (None: the only one with `head`). Raise PunaError unless one fits."""
         if name is None:
             fitting = [judge for artifact in self._artifacts if (judge := self._load(artifact)).model.head == head]
             if len(fitting) == 1:
                 return fitting[0]
-            there = f"has {len(fitting)}, so the verifier's `model` must say which" if fitting else "has none"
+            there = f"has {len(fitting)}, so the verifier's `model` must name one" if fitting else "has none"
             raise PunaError(f"verifier {verifier} needs {HEADS[head]}, but the input `judges` {there}")
         matches = [artifact for artifact in self._artifacts if artifact.data_digest.startswith(name)]
         if len(matches) != 1:
@@ -66,7 +66,7 @@ class Judges:
 
 
 class Tools:
-    """A verifier's resources, passed to `Verifier.prepare` and `Verifier.score_many`: limits, run, models, endpoint."""
+    """The resources of verifiers, passed to `Verifier.prepare` and `Verifier.score_many`: limits, run, models, endpoint."""
 
     def __init__(self, config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = ()) -> None:
         self.config = config

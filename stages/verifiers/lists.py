@@ -12,14 +12,14 @@ from puna.stages.verifiers.base import BoundedVerifier, Question, Score
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.registry import register
 
-LONGEST = 10_000  # maximum characters that `numbers` reads of an answer
+LONGEST = 10_000  # maximum number of characters of an answer that `numbers` reads
 
 
 @register
 class Numbers(BoundedVerifier):
     """Score 1 if the answer is `count` whole numbers with the required bounds, order, remainder and digits, else 0.
 
-    Numbers are separated by white space or commas, with nothing else in the answer. With an order, no number may repeat.
+    Numbers are separated by white space or commas; the answer may contain nothing else. With an order, no number may repeat.
     """
 
     name: ClassVar[str] = "numbers"
@@ -27,11 +27,11 @@ class Numbers(BoundedVerifier):
     count: int = Field(ge=1, le=1000, description="Number of numbers that the answer must have")
     lower: int = Field(description="Smallest number allowed")
     upper: int = Field(description="Largest number allowed")
-    divisor: int = Field(1, ge=1, description="Divisor of the numbers")
+    divisor: int = Field(1, ge=1, description="Divisor for `remainder`")
     remainder: int = Field(0, ge=0, description="Remainder of each number after division by `divisor`")
     order: Literal["rising", "falling", "any"] = Field("any", description="From small to large, from large to small, or any order")
-    digits: tuple[int, ...] = Field((), description="Digits, one for each number, in any order; none: any digits")
-    place: Literal["first", "last"] = Field("first", description="Place of the digit from `digits` in each number")
+    digits: tuple[int, ...] = Field((), description="Digits, one for each number, in any order; empty: any digits")
+    place: Literal["first", "last"] = Field("first", description="Position of the digit from `digits` in each number")
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Numbers:
@@ -39,7 +39,7 @@ class Numbers(BoundedVerifier):
             raise ValueError(f"digits must be {self.count} of 0 to 9, not {list(self.digits)}")
         allowed = sum(n % self.divisor == self.remainder for n in range(self.lower, min(self.upper, self.lower + 1000 * self.divisor) + 1))
         if allowed < (1 if self.order == "any" else self.count):
-            raise ValueError(f"{allowed} numbers from {self.lower} to {self.upper} leave {self.remainder} by {self.divisor}: too few")
+            raise ValueError(f"only {allowed} numbers from {self.lower} to {self.upper} leave {self.remainder} by {self.divisor}: too few")
         return self
 
     def score(self, question: Question, answer: str) -> Score:
@@ -67,20 +67,20 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class Choice(BoundedVerifier):
     """Score 1 if the answer chooses a right option, else 0.
 
-    The answer, or its marked final answer, is an option's label or text, or begins with one: `B`, `(B) Lima`, `B. Because`, `Lima`.
-    A label of one letter needs punctuation or a line end after it, since `A dog` begins with an article.
+    The answer, or its marked final answer, must be or start with an option's label or text: `B`, `(B) Lima`, `B. Because`, `Lima`. A label
+    of one letter must be followed by punctuation or a line end, since `A dog` starts with an article.
     """
 
     name: ClassVar[str] = "choice"
 
-    options: tuple[str, ...] = Field(min_length=2, max_length=26, description="Options, in the order in which the prompt shows them")
+    options: tuple[str, ...] = Field(min_length=2, max_length=26, description="Options, in the order shown in the prompt")
     right: tuple[int, ...] = Field(min_length=1, description="Indices of the right options, from 0")
     labels: tuple[str, ...] = Field((), description="Label of each option; empty: A, B, C, …")
 
     @model_validator(mode="after")
     def _options_are_clear(self) -> Choice:
         if wrong := [index for index in self.right if not 0 <= index < len(self.options)]:
-            raise ValueError(f"right {wrong[0]} is no index of {len(self.options)} options")
+            raise ValueError(f"right: {wrong[0]} is not an index of {len(self.options)} options")
         if self.labels and (len(self.labels) != len(self.options) or len({label.casefold() for label in self.labels}) < len(self.labels)):
             raise ValueError(f"{len(self.options)} options need as many different labels, not {', '.join(self.labels)}")
         return self
@@ -94,7 +94,7 @@ class Choice(BoundedVerifier):
         return Score(float(option in self.right), f"chose {labels[option]}, expected {labels_text}")
 
     def _option(self, answer: str, labels: tuple[str, ...]) -> int | None:
-        """Return the index of the option whose label or text equals the answer; else whose label or (longest) text begins it; else None."""
+        """Return the index of the option whose label or text equals the answer; else whose label or (longest) text starts it; else None."""
         text = answer.strip().strip("*").strip()
         for options in (labels, self.options):
             for index, option in enumerate(options):

@@ -1,4 +1,4 @@
-"""`numeric`: a comparison of the answer's number with the expected number."""
+"""`numeric`: compares the number in the answer with the expected number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from puna.stages.verifiers.registry import register
 from puna.storage import PunaError
 
 Decimal = Literal["point", "comma"]
-DIGITS = 400  # maximum digits and exponent of a number: exact arithmetic beyond them takes unbounded time
+DIGITS = 400  # maximum digits and exponent of a number: without limits, exact arithmetic takes unbounded time
 SPACES = "\u00a0\u2009\u202f"
 FRACTION = r"\\[dt]?frac\{\s*(?P<top>[-−]?[\d.,]{1,400})\s*\}\{\s*(?P<bottom>[\d.,]{1,400})\s*\}"
 POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-−+]?\d{1,9})\s?\}?"
@@ -24,11 +24,11 @@ POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-
 
 RAISED = r"(?:\s?\^\s?\{?\s?|\*\*)(?P<raised>[-−+]?\d{1,9})\s?\}?"
 IS_POWER = r"(?<!\^)(?<!\^[-−+{ ])(?<!\^\{[-−+])(?<![\w)\]}]\*\*)(?<![\w)\]}]\*\*[-−+])"
-"""A look-behind by which a match does not begin at an exponent."""
+"""A look-behind that keeps a match from starting at an exponent."""
 
 
 class Number(NamedTuple):
-    """A number in a text: the exact value, and the characters [start, end) that spell it."""
+    """A number in a text: its exact value, and the characters [start, end) that spell it."""
 
     value: Fraction
     start: int
@@ -45,10 +45,10 @@ class Numeric(BoundedVerifier):
 
     name: ClassVar[str] = "numeric"
 
-    answer: float | str | None = Field(None, description="Expected number; null: the reference's last number (of a marked final answer)")
-    absolute: float = Field(0.0, ge=0, description="Maximum difference that is still right")
-    relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that is still right, as a share of the expected number")
-    take: Literal["last", "first", "only"] = Field("last", description="Which number of the answer to compare; only: no other may occur")
+    answer: float | str | None = Field(None, description="Expected number; null: the last number of the (marked) reference")
+    absolute: float = Field(0.0, ge=0, description="Maximum absolute difference that still counts as right")
+    relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that still counts as right, as a share of the expected number")
+    take: Literal["last", "first", "only"] = Field("last", description="Which number to compare; only: there must be no other number")
     decimal: Decimal = Field("point", description="Decimal separator; the other one separates thousands")
     units: dict[str, float] = Field(
         default_factory=dict, description="Allowed units, with their sizes in the expected number's unit: {m: 1, cm: 0.01}; '' is a number "
@@ -59,7 +59,7 @@ class Numeric(BoundedVerifier):
     @classmethod
     def _units_are_sizes(cls, units: dict[str, float]) -> dict[str, float]:
         if wrong := [name for name, size in units.items() if not size > 0 or name != name.strip()]:
-            raise ValueError(f"the unit {wrong[0]!r} needs a size above 0 and no blanks around it")
+            raise ValueError(f"the unit {wrong[0]!r} needs a size above 0 and no surrounding blanks")
         return units
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ class Numeric(BoundedVerifier):
 
     @cached_property
     def sizes(self) -> list[tuple[str, Fraction]]:
-        """Return (name, size) of the units that have a name, the longest name first."""
+        """Return (name, size) of the named units, the longest name first."""
         return [(name, Fraction(repr(self.units[name]))) for name in sorted(self.units, key=lambda n: (-len(n), n)) if name]
 
     def score(self, question: Question, answer: str) -> Score:
@@ -133,7 +133,7 @@ def _pattern(decimal: Decimal) -> re.Pattern[str]:
     point, comma = (r"\.", ",") if decimal == "point" else (",", r"\.")
     group = rf"(?:{comma}|\{{{comma}\}}|\\,|[{SPACES}'’])"
     plain = rf"(?:\d{{1,3}}(?:{group}\d{{3}}){{1,100}}(?!\d)|\d{{1,{DIGITS}}}(?!\d))(?:{point}\d{{1,{DIGITS}}})?|{point}\d{{1,{DIGITS}}}"
-    # A hyphen after a letter, a digit or a bracket is no sign.
+    # A hyphen after a letter, a digit or a bracket is not a sign.
     return re.compile(
         rf"(?<![\w.]){IS_POWER}(?P<sign>(?<![\w)\]}}])[-−+]?)?"
         rf"(?:(?P<whole>\d{{1,9}})?\s?{FRACTION}|(?P<mixed>\d{{1,9}})\s(?P<up>\d{{1,9}})/(?P<down>\d{{1,9}})(?![\d/])"

@@ -1,4 +1,4 @@
-"""`code` and `python`: a Python program that must pass tests in a sandbox, and a score by a user's function."""
+"""`code` and `python`: a Python program that must pass tests in a sandbox, and a score from a user's function."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ AT_ONCE = 4
 
 @register
 class Code(Verifier):
-    """Score 1 if the program passes all tests, else 0; with `partial`, the share of the tests that the program passes.
+    """Score 1 if the program passes all tests, else 0; with `partial`, the share of the tests that it passes.
 
-    The program is `prefix` and the answer's code: its fenced blocks marked as Python, else its last fenced block, else all of it.
+    The program is `prefix` plus the answer's code: its fenced blocks marked as Python, else its last fenced block, else the whole answer.
     Tests are pieces of Python that use the program's names and fail by an exception, like HumanEval's `check(candidate)` and MBPP's
-    assertions. They run in another process, which the program cannot read or write; the program's results reach it as plain data. A
+    assertions. They run in another process, which the program cannot read or write; results of the program reach it as plain data. A
     program that ends before its tests or exceeds its limits passes none. Only the standard library can be imported.
     """
 
@@ -37,8 +37,8 @@ class Code(Verifier):
 
     tests: tuple[str, ...] = Field(min_length=1, max_length=1000, description="Tests: pieces of Python that raise if the program is wrong")
     prefix: str = Field("", description="Code before the answer's: imports, or the beginning of a function that the answer continues")
-    seconds: float | None = Field(None, gt=0, description="CPU seconds of program and tests, at most the stage's limit; null: this limit")
-    partial: bool = Field(False, description="The score is the share of tests that are passed")
+    seconds: float | None = Field(None, gt=0, description="CPU seconds of program and tests, at most the stage's limit; null: that limit")
+    partial: bool = Field(False, description="Score the share of passed tests")
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
@@ -65,7 +65,7 @@ def _run(code: Code, answer: str, config: ScoringConfig) -> Score:
     if outcome.refused:
         return Score(None, f"code was not run: {outcome.refused}")
     if outcome.results is None or outcome.ended:
-        return Score(0.0, f"the program did not come through its tests: {outcome.ended or 'it left early'}")
+        return Score(0.0, f"the program did not finish its tests: {outcome.ended or 'it left early'}")
     passes, count = sum(fault is None for fault in outcome.results), len(code.tests)
     first = next((fault for fault in outcome.results if fault is not None), "")
     value = passes / count if code.partial else float(passes == count)
@@ -84,21 +84,21 @@ def program(answer: str) -> str:
 class PythonFunction(Verifier):
     """Score by a function's result: True or False, a number from 0 to 1, a pair of number and detail, or a `Score`.
 
-    The function is called as `function(answer, **parameters)`, also with `prompt`, `reference` and `task` if it has these parameters.
-    The function runs in a separate process, which is killed if an answer takes too long. This process is not a sandbox.
+    The function is called as `function(answer, **parameters)`, plus `prompt`, `reference` and `task` if it has these parameters. It runs in
+    a separate process, which is killed if an answer takes too long. This process is not a sandbox.
     """
 
     name: ClassVar[str] = "python"
 
     function: str = Field(
-        min_length=1, description="`module:function` of a module that --module or an installed plugin names, or a function's name in the "
+        min_length=1, description="`module:function` in a module given by --module or an installed plugin, or a function's name in the "
         "entry points of the group puna.verifiers",
     )  # fmt: skip
-    parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Further arguments of the function")
+    parameters: dict[str, JsonValue] = Field(default_factory=dict, description="Additional arguments of the function")
 
     @cached_property
     def implementation(self) -> Callable[..., Any]:
-        """Return the function; raise ValueError if it is missing, or if data may not name its module (`plugins.is_allowed`)."""
+        """Return the function. Raise ValueError if it is missing, or if data may not name its module (`plugins.is_allowed`)."""
         module, colon, attribute = self.function.partition(":")
         if not colon:
             value = plugins.offers("puna.verifiers").get(module)
@@ -109,7 +109,7 @@ class PythonFunction(Verifier):
                 value = getattr(importlib.import_module(module), attribute, None)
             except ImportError as error:
                 raise ValueError(f"function {self.function!r}: {error}; set PYTHONPATH or give --module") from error
-            # A function that an allowed module only imports is not its own.
+            # A function that an allowed module only imports does not belong to it.
             if callable(value) and not plugins.is_allowed(getattr(value, "__module__", None) or ""):
                 raise ValueError(f"function {self.function!r} comes from {value.__module__}, which is not allowed; --module names your own")
         if not callable(value) or isinstance(value, type):
@@ -139,13 +139,13 @@ class PythonFunction(Verifier):
             return result
         value, detail = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
         if not isinstance(value, bool | int | float):
-            raise TypeError(f"{self.function} gave {result!r}, not a number from 0 to 1")
+            raise TypeError(f"{self.function} returned {result!r}, not a number from 0 to 1")
         return Score(float(value), str(detail))
 
 
 def _why_not(module: str) -> str:
     if module.split(".")[0] == "puna":
-        return "is Puna's; a prompt may name Puna's verifiers by their names, and functions of modules that you allow"
+        return "is Puna's own; a prompt may name Puna's verifiers by their names, and functions of modules that you allow"
     if is_library(module):
-        return "is a library's; a prompt may name those of your own modules and of plugins"
+        return "is a library's; a prompt may only name functions of your own modules and of plugins"
     return f"is not allowed: data may not choose code. If you trust that module, allow it: --module {module}"

@@ -36,11 +36,11 @@ class Refused(ValueError):
 def check_formula(text: str) -> None:
     """Raise Refused unless the text is an arithmetic expression (+ - * / **) of numbers, names and calls of `FUNCTIONS`.
 
-    No string, attribute, index or other call is allowed, no intermediate number above `MOST_BITS` bits, no text above `MOST_CHARACTERS`.
-    """
+    Strings, attributes, indices and other calls are not allowed, nor intermediate numbers above `MOST_BITS` bits or texts above
+    `MOST_CHARACTERS`."""
     tree = _parse(text)
     if tree is None:
-        raise Refused("is no formula")
+        raise Refused("is not a formula")
     try:
         _bits(tree.body)
     except RecursionError as error:
@@ -48,11 +48,11 @@ def check_formula(text: str) -> None:
 
 
 def check_literal(text: str) -> None:
-    """Raise Refused for a text above `MOST_CHARACTERS`, or a Python expression of more than literals and names. Other texts pass."""
+    """Raise Refused for a text above `MOST_CHARACTERS`, or a Python expression with more than literals and names. Other texts pass."""
     tree = _parse(text)
     for node in () if tree is None else ast.walk(tree):
         if not isinstance(node, PLAIN):
-            raise Refused(f"holds Python that is no literal ({type(node).__name__})")
+            raise Refused(f"contains Python that is not a literal ({type(node).__name__})")
 
 
 def _parse(text: str) -> ast.Expression | None:
@@ -67,7 +67,7 @@ def _parse(text: str) -> ast.Expression | None:
 
 
 def _bits(node: ast.expr) -> float:
-    """Return an upper bound on the bits of all numbers in an expression's value; raise Refused beyond `MOST_BITS`, or for other syntax."""
+    """Return an upper bound on the bits of all numbers in an expression's value. Raise Refused beyond `MOST_BITS`, or for other syntax."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             bits = math.log2(abs(value) + 1) + 1 if math.isfinite(value) else math.inf
@@ -83,13 +83,13 @@ def _bits(node: ast.expr) -> float:
         case ast.Call(func=ast.Name(id=name), args=[*arguments], keywords=[]) if name in FUNCTIONS and 1 <= len(arguments) <= 2:
             bits = sum(_bits(argument) for argument in arguments)
         case _:
-            raise Refused(f"holds more than numbers, names and operators ({type(node).__name__})")
+            raise Refused(f"contains more than numbers, names and operators ({type(node).__name__})")
     if bits > MOST_BITS:
-        raise Refused("makes numbers that are too large")
+        raise Refused("computes numbers that are too large")
     return bits
 
 
-# Generators whose scorers evaluate the answer (with sympy's parse_expr, or with eval) or the entry's problem: none is safe by itself.
+# Generators whose scorers evaluate the answer (with sympy's parse_expr, or with eval) or the entry's problem; none is safe by itself.
 FORMULAS = frozenset(("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"))
 LITERALS = frozenset(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"))
 PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0-3]\)|\*(?!\*)|[ ()+-])*")}
@@ -97,9 +97,9 @@ PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0
 
 @register
 class ReasoningGym(Verifier):
-    """Score by the generator's scorer, run on the whole answer if it is right or marks no final answer, else on the marked final answer.
+    """Score by the generator's scorer, run on the whole answer if that is right or marks no final answer, else on the marked final answer.
 
-    reasoning-gym lowers the score of a long text: "The answer is -4" would get .125 although it is right.
+    reasoning-gym lowers the score of long texts: "The answer is -4" would get .125 although it is right.
     """
 
     name: ClassVar[str] = "reasoning_gym"
@@ -115,18 +115,18 @@ class ReasoningGym(Verifier):
 
     @model_validator(mode="after")
     def _entry_is_plain(self) -> ReasoningGym:
-        """Raise ValueError for an entry in which the scorer would evaluate more than a value."""
+        """Raise ValueError if the scorer would evaluate an entry that is more than a plain value."""
         about = self.entry.get("metadata")
         metadata = about if isinstance(about, dict) else {}
         for text in (self.entry.get("answer"), metadata.get("integrand")):
             if isinstance(text, str) and (message := self._refusal(text)):
                 raise ValueError(f"the entry {message}, and its scorer would run it: {text[:80]!r}")
         if self.generator in PROBLEMS and not PROBLEMS[self.generator].fullmatch(str(metadata.get("problem"))):
-            raise ValueError(f"the entry's problem is no formula, and its scorer would run it: {str(metadata.get('problem'))[:80]!r}")
+            raise ValueError(f"the entry's problem is not a formula, and its scorer would run it: {str(metadata.get('problem'))[:80]!r}")
         return self
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return the generator's score of the answer, 0 to 1; 0 for a text that the generator's scorer must not evaluate."""
+        """Return the generator's score of the answer, 0 to 1; 0 for a text that its scorer must not evaluate."""
         whole = self._score(answer.strip())
         final = final_answer(answer) if self.extract and not is_correct(whole.value) else None
         if final is None:
@@ -140,7 +140,7 @@ class ReasoningGym(Verifier):
         return Score(float(self.dataset.score_answer(answer, self.entry)))
 
     def _refusal(self, text: str) -> str:
-        """Return the reason why the scorer must not evaluate the text; otherwise ""."""
+        """Return why the scorer must not evaluate the text, or ""."""
         try:
             if self.generator in FORMULAS:
                 check_formula(text)
@@ -167,5 +167,5 @@ def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> Proce
     names = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
     if unknown := sorted(set(values) - names):
         raise PunaError(f"task {task}: no parameter {unknown[0]!r}; it has {', '.join(sorted(names))}")
-    with errors_at(f"task {task}: its parameters {parameters} are refused", AssertionError, AttributeError, TypeError, ValueError):
+    with errors_at(f"task {task}: its parameters {parameters} are invalid", AssertionError, AttributeError, TypeError, ValueError):
         return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)

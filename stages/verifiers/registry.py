@@ -21,7 +21,7 @@ def register(verifier: type[V]) -> type[V]:
     """Register a verifier class under its `name` and return it (a decorator). Raise PunaError if it is invalid or the name is taken."""
     name = getattr(verifier, "name", None)
     if not (isinstance(verifier, type) and issubclass(verifier, Verifier)) or not isinstance(name, str) or not name:
-        raise PunaError(f"{verifier!r} is no verifier: it needs the base class Verifier and a `name`")
+        raise PunaError(f"{verifier!r} is not a verifier: it needs the base class Verifier and a `name`")
     namesake = _KNOWN.get(name)
     if namesake is not None and (namesake.__module__, namesake.__qualname__) != (verifier.__module__, verifier.__qualname__):
         raise PunaError(f"two verifiers have the name {name!r}: {namesake.__module__}.{namesake.__qualname__} and "
@@ -35,21 +35,21 @@ def register(verifier: type[V]) -> type[V]:
 @cache
 def all_verifiers() -> dict[str, type[Verifier]]:
     """Return the verifier classes registered so far, by name: Puna's own, and those of other packages that `kind_of` has loaded."""
-    # No module is named here: so a stage's cache key covers the code of only those verifiers that its prompts name.
+    # No module is named here, so a stage's key covers only the code of verifiers that its prompts name.
     for module in pkgutil.iter_modules(verifiers.__path__):
         importlib.import_module(f"{verifiers.__name__}.{module.name}")
     return _KNOWN
 
 
 def from_json(given: Any) -> Verifier:
-    """Return the verifier that a JSON value `{"name": …, …parameters}` describes; raise PunaError if the value is invalid."""
+    """Return the verifier described by a JSON value `{"name": …, …parameters}`. Raise PunaError if it is invalid."""
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         raise PunaError(f'a verifier is a JSON object {{"name": …, …parameters}}, not {str(given)[:80]}')
     return parse(kind_of(given["name"]), {key: value for key, value in given.items() if key != "name"}, given["name"])
 
 
 def kind_of(name: str) -> type[Verifier]:
-    """Return the verifier class with this name, loading other packages' verifiers if necessary; raise PunaError if there is none."""
+    """Return the verifier class with this name, loading other packages' verifiers if necessary. Raise PunaError if there is none."""
     if name not in all_verifiers():
         for offered in plugins.offers("puna.verifiers").values():
             if isinstance(offered, type) and issubclass(offered, Verifier):
@@ -61,7 +61,7 @@ def kind_of(name: str) -> type[Verifier]:
 
 @lru_cache(maxsize=8192)
 def from_text(text: str) -> Verifier:
-    """Return the verifier that a JSON text describes, from a cache if possible; raise PunaError if the text is invalid."""
+    """Return the verifier described by a JSON text, from a cache if possible. Raise PunaError if the text is invalid."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ def from_text(text: str) -> Verifier:
 
 
 def to_text(name: str, /, **parameters: Any) -> str:
-    """Return a verifier's JSON text for a prompt's column `verifier`; raise PunaError if the name or a parameter is invalid."""
+    """Return a verifier's JSON text for a prompt's column `verifier`. Raise PunaError if the name or a parameter is invalid."""
     text = json.dumps({"name": name, **parameters}, sort_keys=True)
     from_text(text)
     return text
@@ -78,7 +78,7 @@ def to_text(name: str, /, **parameters: Any) -> str:
 
 @lru_cache(maxsize=8192)
 def code_of(text: str) -> list[tuple[str, str]]:
-    """Return (module, symbol) of the code that a verifier (JSON text) reaches; check parameters only if its class overrides `reaches`."""
+    """Return (module, symbol) of the code that a verifier (JSON text) reaches. Check parameters only if its class overrides `reaches`."""
     values = json.loads(text)
     name = values.get("name") if isinstance(values, dict) else None
     if isinstance(name, str) and (kind := kind_of(name)).reaches is Verifier.reaches:

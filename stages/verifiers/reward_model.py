@@ -1,4 +1,4 @@
-"""The verifier `reward_model`: a reward model's score, as a probability."""
+"""The verifier `reward_model`: a reward model's score as a probability."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from puna.stages.verifiers.registry import register
 class RewardModel(Verifier):
     """Score by `sigmoid((reward - center) / scale)`.
 
-    The defaults give the probability, in the Bradley-Terry model, that the answer is preferred to an answer with the reward 0.
-    The answer is scored as a finished turn. The score is None if the chat template refuses the answer, or the tokens exceed the context.
+    With the defaults, this is the Bradley-Terry probability that the answer is preferred to an answer with reward 0. The answer is scored
+    as a finished turn. The score is None if the chat template rejects the answer, or if it exceeds the context.
     """
 
     name: ClassVar[str] = "reward_model"
 
     model: str | None = Field(
-        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="Beginning of the model's data digest; null: the only reward model"
+        None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="First digits of the model's data digest; null: the only reward model"
     )
-    center: float = Field(0.0, description="Reward that scores 0.5")
-    scale: float = Field(1.0, gt=0, description="Divisor of the reward's difference from center")
+    center: float = Field(0.0, description="Reward that gives the score 0.5")
+    scale: float = Field(1.0, gt=0, description="Divisor of the difference between reward and center")
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
@@ -53,22 +53,22 @@ def _scores(judge: Loaded, items: Sequence[Item]) -> list[Score]:
     for number, reward in zip(pairs, rewards(judge, list(pairs.values())), strict=True):
         verifier = items[number].verifier
         assert isinstance(verifier, RewardModel)
-        # Rounded, because the last digits of a reward depend on what else is in its batch.
+        # Rounded, because the last digits of a reward depend on the rest of its batch.
         scores[number] = Score(sigmoid(round(reward, 4), verifier.center, verifier.scale), f"reward {reward:.4f}")
     return [scores[number] for number in range(len(items))]
 
 
 def _render(judge: Loaded, item: Item) -> tuple[list[int], list[int]] | Score:
-    """Return the token ids of prompt and answer, or a Score of None if the chat template refuses them or they exceed the context."""
+    """Return the token ids of prompt and answer, or a Score of None if the chat template rejects them or they exceed the context."""
     from puna.models.tokens.tokenizer import ChatError, TemplateError
 
     messages = list(item.question.messages) or [{"role": "user", "content": item.question.text}]
     try:
         prompt, answer, _ = judge.tokenizer.render_pair(messages, item.answer)
     except (ChatError, TemplateError) as error:
-        return Score(None, f"the reward model's chat template refuses the answer: {error}")
+        return Score(None, f"the reward model's chat template rejects the answer: {error}")
     if len(prompt) + len(answer) > judge.model.config.max_position_embeddings:
-        return Score(None, f"{len(prompt) + len(answer)} tokens are more than the reward model reads")
+        return Score(None, f"{len(prompt) + len(answer)} tokens exceed the reward model's context")
     return prompt, answer
 
 

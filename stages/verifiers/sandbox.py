@@ -1,4 +1,4 @@
-"""A sandbox for untrusted programs: separate namespaces, limits, no network, only files of the interpreter and system libraries."""
+"""A sandbox for untrusted programs: separate namespaces, limits, no network, and only files of the interpreter and system libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a run: CPU seconds (wall time: `CLOCK` times as much), memory and files (MiB); number of the program's processes."""
+    """Limits of a run: CPU seconds (wall time: `CLOCK` times as much), memory and files (MiB), and the program's number of processes."""
 
     seconds: float = 10.0
     memory_mb: int = 512
@@ -56,12 +56,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run of a program and its tests.
+    """The outcome of running a program and its tests.
 
-    results  per test None (passed) or the error; None if the run was refused, or ended before all tests did
-    ended    the reason for an early end, such as "time", "time by the clock", "memory", "signal 9"; otherwise empty
-    output   the first 64 KiB of text that the program and the tests printed
-    refused  the reason why the sandbox could not run the program; otherwise empty
+    results  per test None (passed) or the error; None if the run was refused, or ended before all tests did ended    why the run ended
+    early, such as "time", "time by the clock", "memory", "signal 9"; otherwise empty output   the first 64 KiB of text printed by the
+    program and the tests refused  why the sandbox could not run the program; otherwise empty
     """
 
     results: list[str | None] | None
@@ -72,9 +71,9 @@ class Outcome:
 
 @cache
 def mode() -> Mode:
-    """Return the mode in which this machine isolates programs, after a trial run; raise PunaError if isolation fails.
+    """Return how this machine isolates programs, after a trial run. Raise PunaError if isolation fails.
 
-    An isolated program has no network, leaves no process, and reads no files but its own, the interpreter's and system libraries'.
+    An isolated program has no network, leaves no process, and reads only its own files and those of the interpreter and system libraries.
     """
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
@@ -109,7 +108,7 @@ def run(program: str, tests: Sequence[str], limits: Limits, how: Mode, prefix: s
     try:
         value: dict[str, Any] = json.loads(verdict.partition(b"\n")[0])
     except ValueError:
-        return Outcome(None, "no report", text, "the sandbox gave no report")
+        return Outcome(None, "no report", text, "the sandbox returned no report")
     return Outcome(value.get("results"), value.get("ended", ""), text, value.get("refused", ""))
 
 
@@ -126,7 +125,7 @@ def _interpreter() -> str:
 
 @cache
 def _visible() -> tuple[list[str], list[str]]:
-    """Return the paths that a program may read (some are symbolic links), and the package folders inside these paths to hide."""
+    """Return the paths that a program may read (some are symbolic links), and the package folders inside them to hide."""
     standard = os.path.dirname(os.path.realpath(os.__file__))
     own = [standard, _interpreter(), *map(str, sorted(Path(_interpreter()).parents[1].glob("lib/libpython*")))]
     paths: list[str] = []
@@ -193,7 +192,7 @@ class Group:
         return False
 
     def close(self) -> None:
-        """Kill the processes that remain in the cgroup, and remove the cgroup; give up after `TRIES` attempts."""
+        """Kill the processes that remain in the cgroup, and remove it; give up after `TRIES` attempts."""
         os.close(self.procs)
         with contextlib.suppress(OSError):
             (self.folder / "cgroup.kill").write_text("1")
@@ -209,7 +208,7 @@ class Group:
 
 @contextlib.contextmanager
 def group(memory_bytes: int) -> Iterator[Group | None]:
-    """Yield a new cgroup with this memory limit, beside this process's own, or None if it cannot be created; remove it afterwards."""
+    """Yield a new cgroup with this memory limit, a sibling of this process's own, or None if it cannot be created; remove it afterwards."""
     folder = _beside()
     cgroup = None if folder is None else _create(folder / f"puna-code-{uuid.uuid4().hex}", memory_bytes)
     try:

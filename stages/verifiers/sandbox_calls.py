@@ -1,4 +1,4 @@
-"""Isolation of a sandboxed program: namespaces, root file system, privileges, filter of system calls. Imports only the standard library."""
+"""Isolation of a sandboxed program: namespaces, root file system, privileges, system call filter. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ REFUSED_CALLS = {
     "x86_64": (29, 64, 68, 165, 240, 248, 250, 272, 298, 308, 319, 321, 323, 101, 310, 311, 275, 276, 278, 317, 300, 249, 253, 294),
     "aarch64": (194, 190, 186, 40, 180, 217, 219, 97, 241, 268, 279, 280, 282, 117, 270, 271, 76, 77, 75, 277, 262, 218, 26),
 }
-# From FIRST_NEW on, only pidfd_send_signal, pidfd_open, close_range, openat2, faccessat2, epoll_pwait2, futex_waitv, fchmodat2 are there.
+# Of FIRST_NEW and later, only pidfd_send_signal, pidfd_open, close_range, openat2, faccessat2, epoll_pwait2, futex_waitv, fchmodat2 pass.
 FIRST_NEW, NEW_CALLS = 424, (424, 434, 436, 437, 439, 441, 449, 452)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: str | int | None) -> None:
-    """Call a function of the C library; raise OSError if the function does not return 0."""
+    """Call a C library function; raise OSError if it does not return 0."""
     values = [ctypes.c_char_p(a.encode()) if isinstance(a, str) else None if a is None else ctypes.c_ulong(a) for a in arguments]
     if getattr(libc, name)(*values) != 0:
         number = ctypes.get_errno()
@@ -38,20 +38,20 @@ def call(name: str, *arguments: str | int | None) -> None:
 def refuse_calls() -> None:
     """Forbid system calls for tracing, mounts, new namespaces, and memory outside processes (shared mappings, memfds, queues, filters).
 
-    Raise OSError if this fails. All shared mappings are refused, because their pages remain after a process unmaps them.
-    Only Unix sockets are allowed: sockets of virtual machines (vsock) ignore namespaces and reach the host. No process may change its
-    action for SIGCHLD: if it ignored the signal, the kernel would not count the CPU time of its ended children.
+    Raise OSError if this fails. All shared mappings are forbidden, because their pages remain after a process unmaps them. Only Unix
+    sockets are allowed: sockets of virtual machines (vsock) ignore namespaces and reach the host. No process may change its action for
+    SIGCHLD: if it ignored the signal, the kernel would not count the CPU time of its ended children.
     """
     machine = os.uname().machine
     if machine not in AUDIT_ARCH:
-        raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}")
+        raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
     load, equal, at_least, has_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse, absent = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
     steps = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), (answer, 0, 0, kill), (load, 0, 0, 0)]
     steps += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x32, the second set of call numbers on x86-64
     for number in REFUSED_CALLS[machine] + NEW_CALLS:
         steps += [(equal, 0, 1, number), (answer, 0, 0, allow if number in NEW_CALLS else refuse)]
-    steps += [(at_least, 0, 1, FIRST_NEW), (answer, 0, 0, absent)]  # clone3 as well, whose flags cannot be read; libraries then call clone
+    steps += [(at_least, 0, 1, FIRST_NEW), (answer, 0, 0, absent)]  # also clone3, whose flags cannot be read; libraries then call clone
     for numbers, position, test, values in (
         (SYS_MMAP, 3, has_bit, (1,)), (SYS_CLONE, 0, has_bit, (NEW_NAMESPACES,)), (SYS_FCNTL, 1, equal, (F_SETPIPE_SZ,)),
         (SYS_SETSOCKOPT, 2, equal, (SO_SNDBUF, SO_RCVBUF)), (SYS_SOCKET, 0, at_least, (AF_INET,)), (SYS_SIGACTION, 0, equal, (SIGCHLD,)),
@@ -86,7 +86,7 @@ def enter(unprivileged: bool) -> None:
 
 
 def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
-    """Build and enter a read-only root file system of `readable` without `hidden`; the working directory is empty, writable, in memory."""
+    """Build and enter a read-only root file system of `readable` without `hidden`. The working directory is empty, writable, in memory."""
     size = f"size={disk_bytes},nr_inodes=4096"
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
     call("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"{size},mode=755")
@@ -138,7 +138,7 @@ def show(path: str) -> None:
 
 
 def become_nobody(mode: str, user: int) -> None:
-    """Drop all privileges of this process and its later children; as root, switch first to user and group `user`, without other groups."""
+    """Drop all privileges of this process and its later children; as root, first switch to user and group `user`, without other groups."""
     call("prctl", PR_NO_NEW_PRIVS, 1, 0, 0, 0)
     if os.getuid() == 0 or mode == "root":
         os.setgroups([])

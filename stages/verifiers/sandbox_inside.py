@@ -1,11 +1,10 @@
-"""The run of one program and its tests inside a sandbox, started by `sandbox` as a script. Imports only the standard library.
+"""Running one program and its tests inside a sandbox, started by `sandbox` as a script. Imports only the standard library.
 
 The steps: enter new namespaces, and build a root file system of the interpreter and an empty folder. Run the program in one child and its
-tests in another; each drops all privileges, sets limits and installs a filter of system calls. Watch their time and memory. All processes
-end with PID 1. The report goes to the file descriptor in the first argument, printed text to the file descriptor 1.
+tests in another; each drops all privileges, sets limits and installs a system call filter. Monitor their time and memory. All processes end
+with PID 1. The report goes to the file descriptor given as first argument, printed text to file descriptor 1.
 
-Modes: `root` creates the namespaces with root's privileges, `user` inside a user namespace.
-"""
+Modes: `root` creates the namespaces with root's privileges, `user` inside a user namespace."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ PIPES_BYTES = OPEN_FILES << 16
 """Maximum bytes in the pipes of one process: 64 KiB per open file."""
 LOCK_BYTES = 256
 AREA_BYTES, AREAS = 256, 65_530
-"""Kernel memory of one memory mapping (of a page or more), bytes; and maximum number of a process's mappings (`vm.max_map_count`)."""
+"""Kernel memory per memory mapping (of a page or more) in bytes, and maximum number of mappings per process (`vm.max_map_count`)."""
 INODE_BYTES = 1024
-"""Kernel memory of one file besides its content, bytes."""
+"""Kernel memory per file in addition to its content, in bytes."""
 
 
 class Job(TypedDict):
-    """A job: the program's isolation and limits. `user`: the program's user id; `socket_bytes`: a Unix socket's default buffer.
+    """A job: the program's isolation and limits. `user`: the program's user id; `socket_bytes`: default buffer of a Unix socket.
 
     `groups`: descriptor of `cgroup.procs`, through which a process joins the cgroup that limits its memory; empty without a cgroup.
     """
@@ -72,10 +71,10 @@ def report(job: Job, value: dict[str, object]) -> None:
 def supervise(job: Job) -> None:
     """Set the job's `user` and `socket_bytes`, create the namespaces, start PID 1 in them, and wait until it ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set it to be ignored
-    job["user"] = FIRST_USER + 4 * os.getpid()  # this user id and the next two: no other process has them
+    job["user"] = FIRST_USER + 4 * os.getpid()  # no other process has this user id or the next two
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process can trace this one, or its descendants until they change user
-    with open("/proc/sys/net/core/wmem_default") as handle:  # the sandbox has no such file
+    with open("/proc/sys/net/core/wmem_default") as handle:  # this file does not exist in the sandbox
         job["socket_bytes"] = int(handle.read())
     enter(job["mode"] == "user")
     first = os.fork()
@@ -91,7 +90,7 @@ def supervise(job: Job) -> None:
 
 
 def init(job: Job) -> None:
-    """Build the root file system, start the tests and the program, watch them, and report. This process is PID 1: all end with it."""
+    """Build the root file system, start the tests and the program, monitor them, and report. This process is PID 1: all end with it."""
     build_root(job["readable"], job["hidden"], job["disk_bytes"])
     (read, verdict), (asked, asks), (told, tells) = os.pipe(), os.pipe(), os.pipe()
     tester = fork(lambda: run_tester(job, told, asks, verdict, (job["report"], read, asked, tells)))
@@ -118,7 +117,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def limit(job: Job) -> None:
-    """Limit each process's CPU time, address space, file size, open files, and the user's processes; forbid core dumps, locked memory."""
+    """Limit CPU time, address space, file size and open files of each process, and the user's processes; no core dumps or locked memory."""
     for kind, value in (
         (resource.RLIMIT_CPU, int(job["seconds"]) + 1), (resource.RLIMIT_AS, job["memory_bytes"]),
         (resource.RLIMIT_FSIZE, job["disk_bytes"]), (resource.RLIMIT_NPROC, job["processes"]), (resource.RLIMIT_NOFILE, OPEN_FILES),
@@ -130,7 +129,7 @@ def limit(job: Job) -> None:
 
 
 def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> None:
-    """Turn this process into the program under test, which has no test, no input, and only its own ends of the pipes."""
+    """Turn this process into the program under test, which has no tests, no input, and only its own ends of the pipes."""
     for handle in foreign:
         os.close(handle)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -141,7 +140,7 @@ def run_program(job: Job, read: int, write: int, foreign: tuple[int, ...]) -> No
 
 
 def run_tester(job: Job, read: int, write: int, verdict: int, foreign: tuple[int, ...]) -> None:
-    """Turn this process into the tests' process. It cannot be traced, and only it has the standard input, which holds the tests."""
+    """Turn this process into the tests' process. It cannot be traced, and only it has the standard input, which contains the tests."""
     for handle in foreign:
         os.close(handle)
     confine(job, job["user"] + 2)
@@ -160,11 +159,11 @@ def confine(job: Job, user: int) -> None:
 
 
 def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
-    """Wait until the tests end or a limit of time or memory is exceeded; return the tests' results or the reason for an early end."""
+    """Wait until the tests end or exceed a time or memory limit; return their results, or the reason for an early end."""
     end = time.monotonic() + job["clock_seconds"]
     message = b""
     while True:
-        # An end of file means that the tester, the only writer, is done.
+        # End of file means that the tester, the only writer, is done.
         if select.select([read], [], [], WATCH_SECONDS)[0]:
             piece = os.read(read, 1 << 16)
             message += piece
@@ -198,8 +197,8 @@ def _how(status: int) -> str:
 
 
 def usage_of(job: Job) -> tuple[int, float]:
-    """Return the memory in bytes and the CPU seconds of all processes but PID 1. Memory: resident pages, files, sockets, locks, and the
-    maximum that pipes and the kernel's records of memory mappings can take. CPU seconds include ended children."""
+    """Return the memory in bytes and the CPU seconds of all processes except PID 1. Memory: resident pages, files, sockets, locks, and the
+    maximum that pipes and the kernel's records of memory mappings can use. CPU seconds include ended children."""
     page, total, ticks = resource.getpagesize(), files_in_memory() + kernel_holds(job["socket_bytes"]), 0
     for process in (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         total += PIPES_BYTES
@@ -211,12 +210,12 @@ def usage_of(job: Job) -> tuple[int, float]:
 
 
 def files_in_memory() -> int:
-    """Return the bytes that the files in `/work`, a file system in memory, take: contents and inodes."""
+    """Return the bytes used by the files in `/work`, a file system in memory: contents and inodes."""
     size = os.statvfs("/work")
     return (size.f_blocks - size.f_bfree) * size.f_frsize + (size.f_files - size.f_ffree) * INODE_BYTES
 
 
 def kernel_holds(socket_bytes: int) -> int:
     """Return the bytes counted for file locks and Unix sockets: per socket a full buffer and one more message of the same size."""
-    with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # as bytes: programs choose the sockets' names
+    with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # bytes: programs choose socket names
         return sum(2 * socket_bytes for _ in sockets) + sum(LOCK_BYTES for _ in locks)

@@ -14,7 +14,7 @@ from puna.stages.verifiers.sandbox_wire import BASES, PLAIN_CLASSES, Ended, Pack
 
 
 class Program(Peer):
-    """The program's end of the connection to its tests: it runs the functions that the tests call."""
+    """The program's end of the connection to its tests, which runs the functions that the tests call."""
 
     NAMES, START, CAPTURED, CONTENT, COMPLETE = range(5)
 
@@ -53,7 +53,7 @@ class Program(Peer):
 
         def function(*args: Any, **kwargs: Any) -> Any:
             if not self.depth:
-                raise RuntimeError("the tests take calls only while they wait for one of their own")
+                raise RuntimeError("the tests accept calls only while they wait for one of their own")
             return self.call(Theirs(what), args, kwargs)
 
         def iterator() -> Iterator[Any]:
@@ -92,7 +92,7 @@ class Program(Peer):
 
     def _capture(self, given: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, str, int]:
         """Call a function with `given` as standard input; return its result, its printed text, and the number of characters read."""
-        own = io.StringIO(given)  # the program may close it, or put another in its place
+        own = io.StringIO(given)  # the program may close it, or replace it
         before, sys.stdin = sys.stdin, own
         try:
             with contextlib.redirect_stdout(io.StringIO()) as printed:

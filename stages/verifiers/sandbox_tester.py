@@ -1,10 +1,9 @@
-"""The process of an answer's tests, which sends calls to the program under test.
+"""The process that runs an answer's tests and sends calls to the program under test.
 
-The program's process gets the arguments of calls, never the tests or their expected values. Results arrive as plain data, or as a
-`Remote`, a proxy for an object of the program. An operator between a Remote and a value of the tests would show that value to the
-program, which could then fake the result. So `==` gives False, `!=` gives True, and other operators raise TypeError, unless the object's
-class derives from a builtin one (see `operand`). A context manager of the program cannot suppress a test's error.
-"""
+The program's process gets the arguments of calls, never the tests or their expected values. Results arrive as plain data, or as a `Remote`,
+a proxy for an object of the program. An operator between a Remote and a value of the tests would reveal that value to the program, which
+could then fake the result. So `==` gives False, `!=` gives True, and other operators raise TypeError, unless the object's class derives
+from a builtin one (see `operand`). A context manager of the program cannot suppress a test's error."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class Link(Peer):
             return ["n", name]
         if callable(value) or hasattr(type(value), "__next__"):
             return ["h", self.export(value), hasattr(type(value), "__next__")]
-        raise TypeError(f"the tests give the program an object of their own {type(value).__name__}: define that class in `prefix`")
+        raise TypeError(f"the tests pass an object of their own class {type(value).__name__} to the program: define that class in `prefix`")
 
     def resolve(self, reference: list[Any], objects: list[Any]) -> Any:
         """Return the referenced object: a Remote, a coroutine, a builtin or stand-in class, or a function or iterator of the tests."""
@@ -71,7 +70,7 @@ class Link(Peer):
         return PLAIN_CLASSES.get(what) or builtin_error(what)
 
     def invoke(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the tests, or advance an iterator of theirs; raise TypeError if the tests never passed it to the program."""
+        """Call a function of the tests, or advance an iterator of theirs. Raise TypeError if the tests never passed it to the program."""
         if id(function) not in self.numbers:
             raise TypeError("the tests never passed that object to the program")
         return next(function) if hasattr(type(function), "__next__") else function(*args, **kwargs)
@@ -107,7 +106,7 @@ def builtin_error(name: str) -> type[BaseException]:
 
 
 def stand_in(number: int, name: str, bases: list[type[BaseException]]) -> type[BaseException]:
-    """Return a class that stands in for one of the program's exceptions; instances have the raised error's attributes and text."""
+    """Return a class that stands in for one of the program's exceptions. Instances have the raised error's attributes and text."""
 
     def text(self: Any) -> str:
         return str(self.__dict__.get("puna_text", Exception.__str__(self)))
@@ -121,7 +120,7 @@ def stand_in(number: int, name: str, bases: list[type[BaseException]]) -> type[B
 
 
 async def drive(coroutine: Remote) -> Any:
-    """Return the result of a program's coroutine, which runs to its end in the program's process."""
+    """Return the result of a program's coroutine, which runs to completion in the program's process."""
     return coroutine.puna_link.call(Theirs(Program.COMPLETE), (coroutine,))
 
 
@@ -136,7 +135,7 @@ def operand(value: Any) -> Any:
 
 
 def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Apply an operator: here to data, in the program's process to two Remotes. Mixed pairs differ; other operators raise TypeError."""
+    """Apply an operator: to data here, to two Remotes in the program's process. Mixed pairs differ; other operators raise TypeError."""
     one, other = operand(one), operand(other)
     there = [type(value) is Remote for value in (one, other)]
     if not any(there):
@@ -146,7 +145,7 @@ def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
     if function in (operator.eq, operator.ne):
         return function is operator.ne
     remote = one if there[0] else other
-    raise TypeError(f"{function.__name__} of the program's {remote.puna_name} and a value of the tests would show it that value")
+    raise TypeError(f"{function.__name__} of the program's {remote.puna_name} and a value of the tests would reveal that value")
 
 
 class Remote:
@@ -182,7 +181,7 @@ class Remote:
         if name in COMPARING and hasattr(self.puna_base, name):
             return getattr(operand(self), name)
         if name in JUDGING:
-            raise TypeError(f"{name} of the program's {self.puna_name} would show it a value that the tests expect")
+            raise TypeError(f"{name} of the program's {self.puna_name} would reveal a value that the tests expect")
         return ask(getattr, self, name)
 
     def __contains__(self, item: Any) -> bool:
@@ -240,7 +239,7 @@ _operator("or", operator.or_)
 
 
 class Uses:
-    """The names in syntax trees, by use: read, bound (assigned, defined, imported), called, or followed by a dot."""
+    """The names in syntax trees by use: read, bound (assigned, defined, imported), called, or followed by a dot."""
 
     def __init__(self, trees: Iterable[Any]) -> None:
         self.read: set[str] = set()
@@ -279,7 +278,7 @@ def parse(source: str) -> Any:
 
 
 def whole_statements(prefix: str) -> Any:
-    """Return the syntax tree of a prefix before its last top-level function or class, which the answer may continue, without classes."""
+    """Return a prefix's syntax tree without classes, up to its last top-level function or class, which the answer may continue."""
     last = max((match.start() for match in re.finditer(r"^(@.*\n)*(async def|def|class)\b", prefix, re.MULTILINE)), default=len(prefix))
     tree = parse(prefix[:last])
     tree.body = [statement for statement in tree.body if not isinstance(statement, ast.ClassDef)]
@@ -289,8 +288,8 @@ def whole_statements(prefix: str) -> Any:
 class Names(dict[str, Any]):
     """A namespace for names that the tests do not define: builtins, then the prefix's, then standard modules, then the program's.
 
-    If the tests call exactly one builtin function and no other name is the program's, that function is the program's (`sum` in MBPP).
-    A standard module's name followed by a dot means the module, even if the program uses the name.
+    If the tests call exactly one builtin function and no other name is the program's, that function is the program's (`sum` in MBPP). A
+    standard module's name followed by a dot means the module, even if the program uses the name.
     """
 
     def __init__(self, link: Link, prefix: str, tests: list[str], names: dict[str, Any]) -> None:
@@ -338,7 +337,7 @@ def attempt(link: Link, work: Callable[[], object]) -> str | None:
 
 
 def run_tests(read: int, write: int, verdict: int) -> None:
-    """Run the program and each test that standard input holds; write the results or the reason for an early end to `verdict` as JSON."""
+    """Run the program and each test from standard input; write the results, or the reason for an early end, to `verdict` as JSON."""
     with open(0, "rb") as stdin:
         job = json.load(stdin)
     os.open(os.devnull, os.O_RDONLY)  # takes the descriptor 0, which is free now

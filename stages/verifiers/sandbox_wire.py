@@ -1,10 +1,9 @@
 """Calls and plain data between two processes over a pair of pipes: a program under test, and its tests.
 
-Either side calls functions of the other side and waits. Values of builtin types, and of some types of the standard library, are copied
-with exactly these types. Any other object stays in its process, and the other side gets its number. A message is a length and a JSON text.
-Mutable containers are in a list beside the values, which refer to them by position, so that containers may share parts and contain
-themselves. Changes that a function makes to its arguments return with its result.
-"""
+Either side calls functions of the other and waits. Values of builtin types, and of some standard library types, are copied with exactly
+these types. Any other object stays in its process, and the other side gets a number for it. A message is a length and a JSON text. Mutable
+containers are in a separate list, and values refer to them by position, so that containers may share parts and contain themselves. Changes
+that a function makes to its arguments return with its result."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ VALUES: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any] | None]] 
 
 
 class Ended(BaseException):
-    """An error: the other process has ended, or has sent an invalid message."""
+    """An error: the other process has ended or sent an invalid message."""
 
 
 def class_name(kind: type) -> str:
@@ -180,7 +179,7 @@ class Peer:
         raise NotImplementedError
 
     def describe(self, error: BaseException, packing: Packing) -> list[Any]:
-        """Return an error that a call raised, as JSON: its class, arguments, text, place, and a reference to the error object or None."""
+        """Return an error that a call raised, as JSON: its class, arguments, text, location, and a reference to the error or None."""
         raise NotImplementedError
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
@@ -194,7 +193,7 @@ class Peer:
         return self.numbers[id(value)]
 
     def call(self, function: Any, args: Iterable[Any], kwargs: dict[str, Any] | None = None) -> Any:
-        """Call a function at the other end, serving its calls meanwhile; return its result or raise its error (Ended: no valid answer)."""
+        """Call a function at the other end, serving its calls meanwhile. Return its result or raise its error (Ended: no valid answer)."""
         with self.lock:
             if self.over:
                 raise Ended(self.over)
@@ -214,11 +213,11 @@ class Peer:
                 self.unpack(table, objects)
                 for place, (name, *parts) in changes:
                     if not 0 <= place < size or class_name(type(objects[place])) != name:
-                        raise ValueError("a change of what is no argument")
+                        raise ValueError("a change to something that is not an argument")
                     CONTAINERS[name][2](objects[place], [self.decode(part, objects) for part in parts])
                 result = self.rebuild(value, objects, function) if kind == "error" else self.decode(value, objects)
             except Exception as error:  # noqa: BLE001  whatever is wrong with a message, no test must go on with it
-                raise self.end(f"the program sent what is no result: {type(error).__name__}: {error}") from None
+                raise self.end(f"the program sent an invalid result: {type(error).__name__}: {error}") from None
         if kind == "error":
             raise result
         return result
@@ -231,7 +230,7 @@ class Peer:
             callee, arguments = self.decode(function, objects), [self.decode(v, objects) for v in args]
             keywords = {name: self.decode(v, objects) for name, v in kwargs.items()}
         except Exception as fault:  # noqa: BLE001  as in `call`
-            raise self.end(f"the program sent what is no call: {type(fault).__name__}: {fault}") from None
+            raise self.end(f"the program sent an invalid call: {type(fault).__name__}: {fault}") from None
         size = len(objects)
         error: BaseException | None = None
         try:
@@ -291,13 +290,13 @@ class Peer:
     def receive(self) -> list[Any]:
         size = int.from_bytes(head := self.reader.read(4), "little")
         if len(head) < 4 or size > MESSAGE_BYTES or len(text := self.reader.read(size)) < size:
-            raise self.end("the program left early" if len(head) < 4 else "the program sent a message that is cut or too long")
+            raise self.end("the program left early" if len(head) < 4 else "the program sent a message that is truncated or too long")
         try:
             message = json.loads(text)
             if message[0] not in ("call", "result", "error"):
                 raise ValueError("no message")
         except Exception as error:  # noqa: BLE001  RecursionError, ValueError, TypeError
-            raise self.end(f"the program sent what is no message: {type(error).__name__}") from None
+            raise self.end(f"the program sent an invalid message: {type(error).__name__}") from None
         parts: list[Any] = message
         return parts
 

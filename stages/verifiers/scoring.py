@@ -1,4 +1,4 @@
-"""Scores of answers by each prompt's verifier. Verifiers that do not override `score_many` run in a process with a time limit."""
+"""Scores of answers from each prompt's verifier. Verifiers that do not override `score_many` run in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from puna.stages.verifiers.registry import code_of, from_json, from_text
 from puna.storage import Artifact, PunaError
 from puna.storage.errors import DamagedArtifact
 
-CHUNK = 64  # number of answers that a worker gets at a time
+CHUNK = 64  # number of answers sent to a worker at a time
 
 
 class Child(Apart):
@@ -59,8 +59,8 @@ Row = dict[str, Any]
 class Scorer:
     """A scorer of answers to a stage's prompts.
 
-    The constructor raises PunaError if a prompt's verifier is invalid, or needs a model not among `judges` or a sandbox that this machine
-    lacks. With `needed` it also raises PunaError if a prompt has no verifier.
+    The constructor raises PunaError if a prompt's verifier is invalid, or needs a model that is not in `judges` or a sandbox that this
+    machine lacks. With `needed`, it also raises PunaError if a prompt has no verifier.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Scorer:
         return results
 
     def report(self) -> None:
-        """Write the endpoint's exchanges, if any, and as metrics how many answers could not be scored, and the first reason (if any)."""
+        """Write the endpoint's exchanges, if any, and as metrics how many answers could not be scored, with the first reason (if any)."""
         count, first = self.failures
         self._run.metric("unscored_answers", count)
         if self._tools.endpoint is not None:
@@ -105,9 +105,9 @@ class Scorer:
 
 
 def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the code (module, symbol) of the verifiers in the input `prompts`; a scoring stage declares this function as `named`.
+    """Return the (module, symbol) of verifiers in the input `prompts`; scoring stages declare this function as `named`.
 
-    Raise DamagedArtifact for a damaged input. Skip invalid verifiers: the stage that scores with one raises an error that names the prompt.
+    Raise DamagedArtifact for a damaged input. Invalid verifiers are skipped here; a stage that scores with one reports it with its prompt.
     """
     pairs: set[tuple[str, str]] = set()
     for prompts in inputs["prompts"]:
@@ -148,7 +148,7 @@ def score_items(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
-    """Return a verifier's score from its leaves' scores, which `following` returns one by one; a Score of None if any of these is None."""
+    """Return a verifier's score from its leaves' scores, which `following` returns one by one; a Score of None if any of them is None."""
     parts = verifier.parts()
     if not parts:
         return following()
@@ -160,7 +160,7 @@ def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
 
 
 def _verifier(row: Row) -> Verifier:
-    """Return a prompt's verifier, checked against the prompt; if either is invalid, raise PunaError with the prompt's id."""
+    """Return a prompt's verifier, checked against the prompt. If either is invalid, raise PunaError with the prompt's id."""
     try:
         verifier = from_text(row["verifier"])
         verifier.check(question_of(row))

@@ -17,16 +17,16 @@ from puna.stages.verifiers.registry import register
 class Exact(BoundedVerifier):
     """Score 1 if the answer, or with `extract` its marked final answer, is one of the expected texts, else 0.
 
-    Blanks around a text are ignored; Unicode is normalised (NFC).
+    White space around a text is ignored; Unicode is normalised (NFC).
     """
 
     name: ClassVar[str] = "exact"
 
     answer: str | None = Field(None, description="Expected answer; null: the prompt's reference")
-    also: tuple[str, ...] = Field((), description="Further correct answers")
-    ignore_case: bool = Field(False, description="Ignore the case of letters")
+    also: tuple[str, ...] = Field((), description="Other correct answers")
+    ignore_case: bool = Field(False, description="Ignore case")
     ignore_space: bool = Field(False, description="Treat each run of white space as one blank")
-    ignore_punctuation: bool = Field(False, description="Ignore punctuation, and runs of blanks")
+    ignore_punctuation: bool = Field(False, description="Ignore punctuation, and treat runs of blanks as one")
     extract: bool = Field(True, description="Also accept a final answer that the text marks (answer tags, \\boxed, ####, 'the answer is')")
 
     def score(self, question: Question, answer: str) -> Score:
@@ -83,7 +83,7 @@ class RegularExpression(BoundedVerifier):
             _ = self.regex
         except re2.error as error:
             message = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
-            raise ValueError(f"pattern {self.pattern!r} is none that RE2 takes: {message}") from error
+            raise ValueError(f"pattern {self.pattern!r} is not valid RE2 syntax: {message}") from error
         return self
 
     def score(self, question: Question, answer: str) -> Score:

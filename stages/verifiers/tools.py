@@ -19,7 +19,7 @@ ToolName = Literal["calculator", "python"]
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 LONGEST = 1000  # maximum characters of a tool's result that the model gets
 FAILED = "Error"  # beginning of a tool's result that is an error message
-MOST = 4  # maximum number of calls in one turn that are run; further calls get an error
+MOST = 4  # maximum number of calls per turn; further calls get an error
 
 
 class Tool(NamedTuple):
@@ -38,7 +38,7 @@ class Tool(NamedTuple):
 
 
 def results(turn: str, names: Sequence[str], config: ScoringConfig) -> list[dict[str, Any]]:
-    """Run the first `MOST` calls in a turn; return one message of the role `tool` per call, cut to `LONGEST` characters."""
+    """Run the first `MOST` calls in a turn; return one message with role `tool` per call, truncated to `LONGEST` characters."""
     calls = CALL.findall(turn) or ([turn] if turn.lstrip().startswith("{") and '"name"' in turn else [])
     refused = f"Error: a turn has at most {MOST} calls"
     texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls))

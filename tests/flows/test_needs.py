@@ -64,7 +64,7 @@ def test_a_model_without_a_chat_template_is_told_before_the_first_step(tmp_path:
     store = Store.open(tmp_path / "store")
     bare = imported("llama3", tmp_path / "bare", store, ["chat_template"])
     given: dict[str, Value] = {"model": bare, "preferences": [rows("preferences", store)]}
-    with pytest.raises(PunaError, match=rf"^dpo: {bare.id} has no chat template, and conversations are rendered by it; import the model"):
+    with pytest.raises(PunaError, match=rf"^dpo: {bare.id} has no chat template, which is needed to render conversations; import the model"):
         check_stage(dpo, DpoConfig(), given, store)
     align = flow_named("align")
     with pytest.raises(PunaError) as error:
@@ -91,9 +91,9 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: 
     store = Store.open(tmp_path / "store")
     model = imported("llama3", tmp_path / "own", store)
     given: dict[str, Value] = {"model": model, "preferences": [rows("preferences", store)]}
-    with pytest.raises(PunaError, match=r"dpo: 0\.00 billion parameters take 0\.\d GB at least \(16 bytes each\), .* train adapters \(method=lora\), or"):
+    with pytest.raises(PunaError, match=r"dpo: 0\.00 billion parameters need at least 0\.\d GB \(16 bytes each\), .* train adapters \(method=lora\), or"):
         check_stage(dpo, DpoConfig(), given, store)
-    with pytest.raises(PunaError, match=r"\(4 bytes each\).* free; take a smaller model"):
+    with pytest.raises(PunaError, match=r"\(4 bytes each\).* free; use a smaller model"):
         check_stage(dpo, DpoConfig(method="lora"), given, store)
     galore = DpoConfig.model_validate({"training": {"optimizer": {"name": "galore"}}})
     with pytest.raises(PunaError, match=r"\(8 bytes each\)"):
@@ -102,7 +102,7 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: 
     check_stage(dpo, DpoConfig(), given, store, "dask://there:1")
     # The 8B model without embedding and output layer: 8.03 - 2 * 128,256 * 4,096 / 1e9.
     pretrain, types = flow_named("pretrain"), store.import_table("signals", pa.table({"id": ["a"], "domain": ["x"]}))
-    with pytest.raises(PunaError, match=r"pretrain: 6\.98 billion parameters take 111\.7 GB at least"):
+    with pytest.raises(PunaError, match=r"pretrain: 6\.98 billion parameters need at least 111\.7 GB"):
         check(pretrain, load("llama3-8b", flow="pretrain"), pretrain.by_kind([rows("documents", store), types]), store)
 
 

@@ -55,7 +55,7 @@ def test_lists_have_a_switch_between_projects(client: TestClient, store: Store) 
     assert "judged@latest" in own and "news/judged@latest" not in own
     for path in ("/", "/artifacts", "/rounds"):
         answer = client.get(f"{path}?project=newz")
-        assert answer.status_code == 404 and "has no such project; there are default, news" in text(answer)
+        assert answer.status_code == 404 and "has no such project; it has default, news" in text(answer)
 
 
 def test_a_store_with_one_project_shows_no_switch(tmp_path: Path) -> None:

@@ -138,14 +138,14 @@ def test_each_command_that_reads_an_alias_reads_that_of_the_project(corpora: tup
 
 @pytest.mark.parametrize("words", [("list",), ("list", "--runs"), ("show", "documents@latest"), ("verify", "x@latest"), ("sql", "select 1"), ("chat", "policy@latest"), ("plan", "pretrain"), ("run", "pretrain"), ("run", "tokenizer", "--input", "documents@latest")])
 def test_a_typo_is_told_what_there_is_and_makes_no_project(corpora: tuple[Path, str], words: tuple[str, ...]) -> None:
-    with pytest.raises(PunaError, match=r"project newz: .* has no such project; there are default, law, news"):
+    with pytest.raises(PunaError, match=r"project newz: .* has no such project; it has default, law, news"):
         puna(*words, "--project", "newz", "--store", corpora[1])
     assert "newz" not in Store.open(corpora[1]).projects()
 
 
 def test_a_wrong_name_is_a_wrong_field_of_the_recipe() -> None:
     for wrong in ("a/b", "3", '""', "[x]"):
-        with pytest.raises(PunaError, match="a project's name has letters, digits, - and _ only"):
+        with pytest.raises(PunaError, match="a project's name has only letters, digits, - and _"):
             load("demo", [f"project={wrong}"], "curate")
     assert load("demo", flow="curate").project == "" and "project" not in load("demo", ["project=x"], "curate").values
 

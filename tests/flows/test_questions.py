@@ -77,7 +77,7 @@ def test_a_result_goes_to_a_file_outside_the_store(store: Store, tmp_path: Path)
     for output, words, said in (
         (store.root / "objects" / "x.csv", query, "is in the store"),
         (tmp_path / "none" / "x.csv", query, "there is no folder"),
-        (tmp_path / "x.xlsx", query, "ending says the format"),
+        (tmp_path / "x.xlsx", query, "suffix must name the format"),
         (tmp_path / "x.csv", "select nothing from dropped", "nothing"),
         (tmp_path / "x.csv", f"copy dropped to '{tmp_path}/y.csv'", "read-only"),
     ):

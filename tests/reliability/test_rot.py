@@ -46,7 +46,7 @@ def test_only_the_artifact_whose_own_file_is_damaged_is_set_aside(tmp_path: Path
     store = Store.open(tmp_path)
     documents, kept = prepare(store)
     flip(documents.path("documents.parquet"), 500, 1)
-    with pytest.raises(PunaError, match=f"it keeps rows of {documents.id}: documents.parquet has a wrong checksum"):
+    with pytest.raises(PunaError, match=f"it refers to rows of {documents.id}: documents.parquet has a wrong checksum"):
         execute(rot_measuring, RotConfig(), {"documents": kept}, store)
     assert store.find(documents.kind, documents.key) is None and store.find(kept.kind, kept.key) is not None
 

@@ -115,7 +115,7 @@ def test_a_body_packed_more_often_than_servers_do_is_refused_by_name() -> None:
     whole, refused, after = read_warc(io.BytesIO(layered(4) + layered(5) + layered(1)), "x.warc", 1 << 20)
     assert [one.body for one in (whole, after) if isinstance(one, Page)] == [b"a body"] * 2
     assert isinstance(refused, Rejected) and refused.rule == "undecodable_body"
-    assert "5 encodings, one in the other; at most 4 are undone" in refused.detail
+    assert "5 nested encodings; at most 4 are decoded" in refused.detail
 
 
 def test_zstd_with_a_long_window_is_read_whole() -> None:
@@ -137,7 +137,7 @@ def test_zstd_with_a_long_window_is_read_whole() -> None:
     ],
 )  # fmt: skip
 def test_types_whose_values_share_bytes_are_refused_by_name(column: pa.Array) -> None:
-    with pytest.raises(PunaError, match=r"x\.arrow.*: the column '(text|in)' is of the type .*, which is not read"):
+    with pytest.raises(PunaError, match=r"x\.arrow.*: the column '(text|in)' has the type .*, which is not supported"):
         list(read_rows(io.BytesIO(arrow(pa.table({"text": column}))), "x.arrow", "dataset", 1 << 20))
 
 

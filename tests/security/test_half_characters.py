@@ -74,7 +74,7 @@ def test_a_row_that_hides_what_is_no_text_is_dropped_by_name(tmp_path: Path, nam
     assert found.rows() == 2
     (dropped,) = found.read("dropped").to_pylist()
     assert dropped["rule"] == rule and "rows.jsonl, row 2" in dropped["detail"]
-    with pytest.raises(PunaError, match=r"rows\.jsonl, row 2.*: .*\. With bad_rows=drop such rows are set aside"):
+    with pytest.raises(PunaError, match=r"rows\.jsonl, row 2.*: .*\. Set bad_rows=drop to drop such rows"):
         made(tmp_path, "prompts", file, bad_rows="refuse")
 
 

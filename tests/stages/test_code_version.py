@@ -564,7 +564,7 @@ def test_the_cells_of_a_notebook_are_followed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_stage_whose_source_is_kept_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with pytest.raises(PunaError, match="its source is kept nowhere; declare the stage in a file, or give it version="):
+    with pytest.raises(PunaError, match="its source is not available; declare the stage in a file, or give it version="):
         code.reach(("__main__", "work"))
 
 

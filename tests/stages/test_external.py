@@ -120,7 +120,7 @@ def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) ->
         raise httpx.ConnectError("no route\nto the host")
 
     monkeypatch.setattr(HfApi, "dataset_info", dataset_info)
-    with pytest.raises(PunaError, match=r"the hub does not give data set someone/texts \(no route\)"):
+    with pytest.raises(PunaError, match=r"the hub has no data set someone/texts that can be read \(no route\)"):
         External.resolve("hf://datasets/someone/texts")
 
 

@@ -100,7 +100,7 @@ def test_a_stage_that_is_declared_twice_is_a_broken_plugin(tmp_path: Path) -> No
 
 
 def test_a_group_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(PunaError, match="puna.stage: no group of plugins"):
+    with pytest.raises(PunaError, match="puna.stage is not a plugin group"):
         plugins.offers("puna.stage")
 
 

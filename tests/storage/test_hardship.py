@@ -131,7 +131,7 @@ def test_a_store_that_may_not_be_written_can_be_read(tmp_path: Path, monkeypatch
         lambda: store.import_table("signals", signals(["b"], [1])), lambda: store.set_alias("a@b", made), lambda: store.record("r", {}),
         lambda: store.accept(made, "f" * 64), lambda: store.quarantine(made), lambda: Store.open(tmp_path / "new"),
     ):  # fmt: skip
-        with pytest.raises(PunaError, match="may not be written"):
+        with pytest.raises(PunaError, match="cannot be written"):
             write()
 
 
@@ -155,7 +155,7 @@ def test_wrong_aliases_are_refused(tmp_path: Path, name: str) -> None:
         store.resolve("****")
 
 
-@pytest.mark.parametrize(("name", "message"), [("manifest.json", "is the manifest's"), ("signals.parquet", "name of one of its tables"), ("link", "is a link")])
+@pytest.mark.parametrize(("name", "message"), [("manifest.json", "is reserved for the manifest"), ("signals.parquet", "name of one of its tables"), ("link", "is a link")])
 def test_files_that_cannot_be_committed_are_refused(tmp_path: Path, name: str, message: str) -> None:
     store, identity = Store.open(tmp_path), Identity("stage")
     with pytest.raises(PunaError, match=message), store.work(identity.key) as work:

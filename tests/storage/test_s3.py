@@ -235,7 +235,7 @@ def test_a_kill_between_any_two_requests_leaves_a_whole_artifact_or_none(bucket:
                 pass
         found = store.find("signals", identity.key)
         states.append(found is not None)
-        assert [f.damage for f in maintenance.verify(store)] in ([[]] * len(store.artifacts()), [["its manifest is gone; the next run makes it again"]])
+        assert [f.damage for f in maintenance.verify(store)] in ([[]] * len(store.artifacts()), [["its manifest is missing; the next run makes it again"]])
         if found is None:
             make(store, identity, b"anew")
         (made,) = store.artifacts()
@@ -256,13 +256,13 @@ def test_parts_of_a_killed_attempt_are_used_by_another_machine(bucket: str, tmp_
     name = next(n for n in store.files.list(f"work/{key}") if "signals-second" in n and n.endswith(".parquet"))
     store.files.write(name, store.files.read(name)[:-1] + b"x")
     monkeypatch.setenv("PUNA_CACHE", str(tmp_path / "another machine"))
-    with store.work(key) as work, pytest.warns(UserWarning, match="is damaged: it is made again"):
+    with store.work(key) as work, pytest.warns(UserWarning, match="is damaged; it is made again"):
         first, second = work.earlier("signals-first"), work.earlier("signals-second")
         assert first is not None and first[0].shard.rows == 1 and second is None
 
 
 def test_stores_are_one_by_their_address(place: str) -> None:
     assert files_of(place) == files_of(place) and hash(files_of(place)) == hash(files_of(place))
-    with pytest.raises(PunaError, match="not found; `puna run` makes one"):
+    with pytest.raises(PunaError, match="not found; `puna run` creates one"):
         Store.existing(f"{place}/nothing")
     assert json.loads(Store.open(place).files.read("store.json")) == json.loads(Store.open(f"{place}2").files.read("store.json"))

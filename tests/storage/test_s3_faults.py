@@ -152,7 +152,7 @@ def test_a_lease_that_stands_still_is_taken_over_and_the_late_holder_commits_not
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lease, "_held", {})
             assert not files.is_held("aak")
-        with pytest.raises(PunaError, match="stood still for so long that another one may have gone on"):
+        with pytest.raises(PunaError, match="was suspended for so long that another one may have continued"):
             files.publish("objects/signals/aa/aak", {"a": "work/k/one"}, ("manifest.json", b"{}"), "work/k/commit")
         assert files.stats("objects") == {}
 
@@ -261,7 +261,7 @@ def test_credentials_show_nowhere(
     held = [pickle.dumps(made), *(store.files.read(name) for name in store.files.list(""))]
     held += [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     proxy.chosen = lambda method, target: "403"
-    with pytest.raises(PunaError, match="access was refused; the AWS_… variables") as error:
+    with pytest.raises(PunaError, match="access was denied; the AWS_… environment variables") as error:
         store.artifacts()
     said += [str(error.value), caplog.text, *capfd.readouterr()]
     assert len(held) > 4
@@ -270,7 +270,7 @@ def test_credentials_show_nowhere(
 
 
 def test_what_is_missing_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PunaError, match="there is no bucket puna-nobody; make it first"):
+    with pytest.raises(PunaError, match="the bucket puna-nobody does not exist; create it"):
         Store.open("s3://puna-nobody/store")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     _connect.cache_clear()

@@ -40,7 +40,7 @@ def test_tables_are_sorted_and_typed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.table({"id": ["a"], "words": [[1]]}), "column 'words' is list<.*; a column of it holds numbers or words"),
+        (pa.table({"id": ["a"], "words": [[1]]}), "column 'words' is list<.*; it must hold numbers or words"),
         (pa.table({"words": [1]}), "column 'id' is missing"),
         (pa.table({"id": pa.array([None], pa.string()), "words": [1]}), "column 'id' must not be null"),
         (signals(["a", "a"], [1, 2]), "two rows have the key {'id': 'a'}"),
@@ -242,17 +242,17 @@ def altered(artifact: Artifact, **changed: object) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"config": {"most": 2}}, "key is not that of its stage, code, config and inputs"),
-        ({"data_digest": "0" * 64}, "data_digest is not that of its tables and files"),
-        ({"code": {"puna.stages.work.work": "1"}}, "code_version is not that of its code"),
-        ({"stage": "other"}, "key is not"),
-        ({"inputs": []}, "key is not"),
-        ({"key": "0" * 64}, "key is not that of its stage"),
-        ({"kind": "documents"}, "checksum is not that of the manifest"),
-        ({"metrics": {"kept": 2}}, "checksum is not that of the manifest"),
-        ({"seed": 3}, "checksum is not that of the manifest"),
-        ({"tables": {}}, "data_digest is not"),
-        ({"files": {}}, "checksum is not that of the manifest"),
+        ({"config": {"most": 2}}, "key does not match its stage, code, config and inputs"),
+        ({"data_digest": "0" * 64}, "data_digest does not match its tables and files"),
+        ({"code": {"puna.stages.work.work": "1"}}, "code_version does not match its code"),
+        ({"stage": "other"}, "key does not match"),
+        ({"inputs": []}, "key does not match"),
+        ({"key": "0" * 64}, "key does not match its stage"),
+        ({"kind": "documents"}, "its checksum does not match"),
+        ({"metrics": {"kept": 2}}, "its checksum does not match"),
+        ({"seed": 3}, "its checksum does not match"),
+        ({"tables": {}}, "data_digest does not match"),
+        ({"files": {}}, "its checksum does not match"),
     ],
 )
 def test_a_manifest_changed_by_hand_is_named(tmp_path: Path, changed: dict, message: str) -> None:
@@ -530,7 +530,7 @@ def test_a_store_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PunaError, match=f"store {tmp_path}/file: is a file"):
         Store.open(tmp_path / "file")
-    with pytest.raises(PunaError, match=f"store {tmp_path}/file/below: cannot be made .*--store"):
+    with pytest.raises(PunaError, match=f"store {tmp_path}/file/below: cannot be created .*--store"):
         Store.open(tmp_path / "file" / "below")
 
 

@@ -213,7 +213,7 @@ def test_what_is_kept_by_reference_is_needed_and_checked(tmp_path: Path) -> None
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
-    assert any("keeps rows of" in what and "wrong checksum" in what for what in kept.damage(quick=True))
+    assert any("refers to rows of" in what and "wrong checksum" in what for what in kept.damage(quick=True))
     damage.set_aside(store.files, base.kind, base.key)
     assert any("not in the store" in what for what in Artifact(kept.kind, kept.key, store.files).damage())
 
@@ -313,7 +313,7 @@ def test_rows_of_a_file_are_the_same_however_they_are_asked_for(tmp_path: Path, 
 def test_a_row_of_a_partition_that_is_not_there_is_refused(tmp_path: Path, place: int | None) -> None:
     """Such a row used to be lost silently."""
     staging = Staging(Store.open(tmp_path).files, "work/x/parts")
-    with pytest.raises(PunaError, match="there are 0 to 1"):
+    with pytest.raises(PunaError, match="outside 0 to 1"):
         scatter(Scatter(staging, "job", "place", 2, range(2)), pa.table({"place": pa.array([0, place, 1], pa.int32())}), lambda: None)
 
 
@@ -324,7 +324,7 @@ def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 4] ^= 4
     file.write_bytes(bytes(data))
-    with pytest.raises(PunaError, match="what was written of partition 0 is damaged"):
+    with pytest.raises(PunaError, match="the stored data of partition 0 is damaged"):
         gather(staging.files, [found], 2, "id", range(2)).parts[0].read()
 
 

@@ -255,7 +255,7 @@ def cut(built: Any, root: Path, keep: int) -> Store:
 @pytest.mark.parametrize("keep", [1, 2, 3, 4, 6, 9, 12, 16, 20, 24, 30, 40])
 def test_a_run_that_crashed_gives_a_page(built: Any, tmp_path: Path, keep: int) -> None:
     page = Page(write(cut(built, tmp_path, keep), "latest", None).read_text(encoding="utf-8"))
-    assert "This run crashed: its process ended without a word" in page.text
+    assert "This run crashed: its process ended without a message" in page.text
     assert ("No step of this run has finished yet." in page.text) == (keep == 1)
     assert keep == 1 or f"{keep - 1} artifacts" in page.text
 

@@ -152,7 +152,7 @@ def test_ends_of_a_log_are_those_of_steps_that_were_taken(tmp_path: Path) -> Non
         report_ends(log, ("accuracy", "margin"), run)
         write_log(log, run)
         assert run.metrics == {"first_accuracy": 2.0, "final_accuracy": 1.0, "steps": 4, "trained_tokens": 4.0}
-        with pytest.raises(PunaError, match="dpo diverged: the loss of none of 2 steps is finite"):
+        with pytest.raises(PunaError, match="dpo diverged: the loss is not finite in any of 2 steps"):
             write_log([log[0], log[3]], run)
 
 

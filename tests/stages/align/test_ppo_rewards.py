@@ -299,7 +299,7 @@ def test_ppo_refuses_a_reward_that_it_cannot_have(tmp_path: Path, tiny_model: Ti
     table = asked(store).read().to_pylist()
     twice = [{**row, "messages": asking("say"), "verifier": to_text("regex", pattern=row["id"])} for row in table]
     same = store.import_table("prompts", pa.Table.from_pylist(twice, schema=table_schema("prompts").schema))
-    with pytest.raises(PunaError, match="prompts 00 and 01 are one text with two ways to score it"):
+    with pytest.raises(PunaError, match="prompts 00 and 01 have the same text but are scored differently"):
         execute(ppo, PpoConfig(reward="verifier", **few), {"policy": model, "prompts": same}, store)
 
 

@@ -94,7 +94,7 @@ def test_slices_are_samples_of_one_distribution(tmp_path: Path) -> None:
     [
         ({"task": "chain_sums"}, "task 'chain_sums': reasoning-gym has no such generator; close: .*chain_sum"),
         ({"task": "chain_sum", "parameters": {"terms": 2}}, "chain_sum: no parameter 'terms'; it has .*max_terms"),
-        ({"task": "codeio"}, "task codeio: runs the programs of its data set in this process"),
+        ({"task": "codeio"}, "task codeio runs the programs of its data set in this process"),
         ({"task": "chain_sum", "parameters": {"min_terms": 9}}, "chain_sum: its parameters .* are refused: max_terms must be"),
     ],
 )
@@ -104,7 +104,7 @@ def test_wrong_tasks_are_named(tmp_path: Path, task: dict[str, Any], message: st
 
 
 def test_configuration_is_checked() -> None:
-    with pytest.raises(PunaError, match="nothing to generate"):
+    with pytest.raises(PunaError, match="set one of them above 0"):
         parse(PromptsConfig, {"tasks": TASKS, "train": 0, "heldout": 0}, "prompts")
     assert parse(PromptsConfig, {"tasks": TASKS}, "p").tasks[0] == Task(task="chain_sum", name="sums", parameters=SUMS)
 

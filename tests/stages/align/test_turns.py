@@ -137,7 +137,7 @@ def test_what_cannot_reply_is_refused_before_anything_runs(tmp_path: Path, tiny_
     given = {"policy": tiny_model(store), "prompts": asked(store, to_text("regex", pattern="e"))}
     with pytest.raises(PunaError, match="grpo: turns=3, but no prompt's verifier replies and there are no tools; set turns=1, or name tools"):
         execute(grpo, GrpoConfig(**SETTINGS), given, store)
-    with pytest.raises(ValueError, match="tools answer between turns: set turns above 1"):
+    with pytest.raises(ValueError, match="tools reply between turns: set turns above 1"):
         GrpoConfig(**SETTINGS | {"turns": 1, "tools": ["python"]})
     with pytest.raises(ValueError, match="tools.0"):
         GrpoConfig(**SETTINGS, tools=["os.system"])
@@ -152,8 +152,8 @@ def call(name: Any, arguments: Any) -> str:
     [
         (call("calculator", {"expression": "2 * (3 + 4)"}), ["14"]), (call("calculator", {"expression": "1 / 3"}), ["0.333333333333"]),
         ('{"name": "calculator", "parameters": {"expression": "2^70"}}', [str(2**70)]), ("The answer is 4.", []), ('{"answer": 4}', []),
-        (call("calculator", {"expression": "1 / 0"}), ["Error: division by zero"]), (call("calculator", {"expression": "9**9**9"}), ["Error: makes numbers that are too large"]),
-        (call("calculator", {"expression": "__import__('os')"}), ["Error: holds more than numbers"]), (call("calculator", {"expression": "x + 1"}), ["Error: name 'x' is not defined"]),
+        (call("calculator", {"expression": "1 / 0"}), ["Error: division by zero"]), (call("calculator", {"expression": "9**9**9"}), ["Error: computes numbers that are too large"]),
+        (call("calculator", {"expression": "__import__('os')"}), ["Error: contains more than numbers"]), (call("calculator", {"expression": "x + 1"}), ["Error: name 'x' is not defined"]),
         (call("calculator", {"formula": "1"}), ['Error: the arguments of calculator are {"expression": "..."}']), (call("calculator", "1"), ["Error: the arguments"]),
         (call("shell", {"command": "ls"}), ["Error: there is no tool 'shell', only calculator"]), (call({}, 1), ["Error: there is no tool '{}', only calculator"]),
         (call("python", {"code": "print(1)"}), ["Error: there is no tool 'python', only calculator"]),  # not among this run's tools

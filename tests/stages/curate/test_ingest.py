@@ -406,7 +406,7 @@ def test_a_frame_of_zstd_is_unpacked_piece_by_piece():
         list(found)
     lying = b"\x5d\x2a\x4d\x18\xff\xff\xff\xff" + zstandard.compress(page(0))
     (only,) = read_warc(io.BytesIO(lying), "x", 1 << 20)
-    assert isinstance(only, Rejected) and "4294967295 bytes are announced" in only.detail
+    assert isinstance(only, Rejected) and "4294967295 bytes are declared" in only.detail
 
 
 def test_decompression_is_bounded():
@@ -975,4 +975,4 @@ def test_a_body_that_unpacks_without_end_is_refused(encoding: str) -> None:
     assert isinstance(page, Page) and page.body == text
     (refused,) = read_warc(io.BytesIO(whole), "x", 999_999)
     assert isinstance(refused, Rejected) and refused.rule == "undecodable_body"
-    assert f"the {encoding} body unpacks to more than 999999 bytes" in refused.detail
+    assert f"the {encoding} body decompresses to more than 999999 bytes" in refused.detail

@@ -117,7 +117,7 @@ def test_budgets_that_are_too_small_are_refused_before_any_run(store, given, mon
         execute(ladder, SETTINGS, given, store)
     with pytest.raises(PunaError, match="above max_flops=1e\\+06; leave the width out"):
         execute(ladder, SETTINGS.model_copy(update={"max_flops": 1e6}), given, store)
-    for wrong, message in (({"widths": (16, 12, 8)}, "must be positive and increase"), ({"widths": (8, 12, 13)}, "does not divide")):
+    for wrong, message in (({"widths": (16, 12, 8)}, "must be positive and increase"), ({"widths": (8, 12, 13)}, "cannot be divided")):
         with pytest.raises(ValidationError, match=message):
             LadderConfig(model=MODEL, **wrong)
 
@@ -369,7 +369,7 @@ def test_a_chosen_size_leaves_nothing_else_to_set(store, given) -> None:
     (both,) = pretrain.needs(PretrainConfig(), Facts({**facts.inputs, "model": (InputFacts("model"),)}, 10**9))
     assert "give one of the two" in both
     size = execute(choose_size, ChooseSizeConfig(flops=1e12, draws=100), {"law": execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)}, store)
-    with pytest.raises(PunaError, match="has rows of 64 tokens, and the size was chosen for 256"):
+    with pytest.raises(PunaError, match="has rows of 64 tokens, but the size was chosen for 256"):
         execute(pretrain, PretrainConfig(), {**given, "size": size}, store)
-    with pytest.raises(PunaError, match="holds no size: give an artifact of the stage choose_size, not of import"):
+    with pytest.raises(PunaError, match="contains no size; give an artifact of the stage choose_size, not of import"):
         execute(pretrain, PretrainConfig(), {**given, "size": planted(store)}, store)

@@ -228,7 +228,7 @@ def test_wrong_settings_are_refused(store, corpus) -> None:
     odd = SETTINGS.model_copy(update={"target": {"sea": 1.0}})
     with pytest.raises(PunaError, match="'sea' is not among the categories code, high, low"):
         execute(mix_experiment, odd, given, store)
-    with pytest.raises(PunaError, match="category 'code' has one document"):
+    with pytest.raises(PunaError, match="category 'code' has only one document"):
         execute(mix_experiment, SETTINGS, corpus([("high", 60)] * 5 + [("low", 50)] * 5 + [("code", 40)]), store)
 
 

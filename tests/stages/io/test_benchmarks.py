@@ -113,7 +113,7 @@ def test_one_verifier_for_rows_that_have_none(tmp_path: Path) -> None:
     artifact = made(tmp_path, "prompts", file, verifier="numeric")
     (row,), (dropped,) = artifact.read().to_pylist(), artifact.read("dropped").to_pylist()
     assert row["verifier"] == '{"name": "numeric"}' and score(row, "So 2.") == 1.0 and score(row, "3") == 0.0
-    assert "needs `answer`, for the prompt has no reference" in dropped["detail"]
+    assert "needs `answer`, since the prompt has no reference" in dropped["detail"]
     assert made(tmp_path, "prompts", file, verifier='{"name": "numeric", "answer": 4}').manifest.metrics["prompts_without_verifier"] == 0
     with pytest.raises(PunaError, match="there is no verifier 'numerik'; did you mean numeric"):
         made(tmp_path, "prompts", file, verifier="numerik")

@@ -93,5 +93,5 @@ def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list((tmp_path / "out").iterdir()) == []
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("x")
-    with pytest.raises(PunaError, match="taken is there already"):
+    with pytest.raises(PunaError, match="taken already exists"):
         export_data(made, tmp_path / "taken")

@@ -278,7 +278,7 @@ def test_wrong_rows_are_named_with_file_row_field_and_reason(tmp_path: Path, kin
     metrics = artifact.manifest.metrics
     assert metrics["rows"] == artifact.rows() + len(dropped) == sum(1 for line in lines if line.strip())
     first = min(wanted)
-    with pytest.raises(PunaError, match=f"row {first}, field .*With bad_rows=drop such rows are set aside"):
+    with pytest.raises(PunaError, match=f"row {first}, field .*Set bad_rows=drop to drop such rows"):
         made(tmp_path, kind, file, bad_rows="refuse")
 
 
@@ -374,7 +374,7 @@ def test_names_that_occur_twice_are_refused(tmp_path: Path) -> None:
             with pytest.raises(PunaError, match=rf"{name}\.{ending}.*: several columns have the name {said}"):
                 made(tmp_path, "instructions", tmp_path / f"{name}.{ending}")
     (tmp_path / "twice.csv").write_text("prompt,completion,prompt\na,b,c\n")
-    with pytest.raises(PunaError, match=r"twice\.csv: its first line has to name every column, each once"):
+    with pytest.raises(PunaError, match=r"twice\.csv: its header line must name every column, each once"):
         made(tmp_path, "instructions", tmp_path / "twice.csv")
     rows = ['{"prompt": "a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt": "c"}', '{"prompt": "d", "completion": "e", "info": [{"k": 1, "k": 1}]}']
     for name, text in (("lines.jsonl", "\n".join(rows)), ("array.json", f"[{', '.join(rows)}]")):
@@ -383,7 +383,7 @@ def test_names_that_occur_twice_are_refused(tmp_path: Path) -> None:
         dropped = artifact.read("dropped").to_pylist()
         assert artifact.rows() == 1 and [row["rule"] for row in dropped] == ["repeated_name"] * 2
         assert sorted(row["detail"].rpartition("row ")[2] for row in dropped) == [
-            "2, field prompt: is there more than once", "3, field k: is there more than once"]  # fmt: skip
+            "2, field prompt: occurs more than once", "3, field k: occurs more than once"]  # fmt: skip
 
 
 def test_nothing_to_import_is_an_error(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_nothing_half_written_is_left(tmp_path: Path, store: Store, monkeypatch:
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
     monkeypatch.undo()
     export_model(artifact, tmp_path / "out")
-    with pytest.raises(PunaError, match="there already and not empty"):
+    with pytest.raises(PunaError, match="already exists and is not empty"):
         export_model(artifact, tmp_path / "out")
 
 

@@ -137,5 +137,5 @@ def test_a_step_that_never_holds_stops_the_run_with_its_figures(store, given, mo
 
 def test_a_short_loss_that_stays_up_stops_the_run(store, given) -> None:  # noqa: F811
     spoiled = long(short_loss=0.0, needle=0.0, attempts=1).replace(schedule=FLAT | {"learning_rate": 0.5})
-    with pytest.raises(PunaError, match=r"phase longer is not accepted after 1 runs: the loss on the documents set aside rose by \d"):
+    with pytest.raises(PunaError, match=r"phase longer is not accepted after 1 runs: the loss on the held-out documents rose by \d"):
         execute(pretrain, config(phase("a", 20), spoiled), given, store)

@@ -133,7 +133,7 @@ def test_one_document_cannot_be_both(tmp_path: Path) -> None:
     data = packed(tmp_path, [20], 8)
     with pytest.raises(PunaError, match="one document"):
         data.validation(0.1, 100)
-    with pytest.raises(PunaError, match="all its documents are set aside"):
+    with pytest.raises(PunaError, match="all its documents are held out"):
         Reader(data, np.ones(len(data.owners), dtype=bool), 1, 0, BEGIN)
 
 

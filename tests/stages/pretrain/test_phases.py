@@ -71,7 +71,7 @@ def test_a_ramp_counts_from_the_beginning_of_the_run() -> None:
     grown = phase("late", 9, ramp=({"after_tokens": 100, "rows": 3}, {"after_tokens": 200, "rows": 5}))
     assert grown.growth(10, 110).values == (3, 5) and grown.growth(10, 110).starts == (1, 4)
     assert grown.replace(steps=0, until=300).with_steps(10, 110).steps == 3 + 2
-    with pytest.raises(PunaError, match="phase late: the run has 400 tokens before it"):
+    with pytest.raises(PunaError, match="phase late: the run already has 400 tokens before it"):
         grown.replace(steps=0, until=300).with_steps(10, 400)
     with pytest.raises(PunaError, match="phase late has 1 steps: .*warmup_steps must lie in"):
         Phase(name="late", until=5, rows_per_step=1, schedule={"warmup_steps": 3}).with_steps(10)
@@ -134,7 +134,7 @@ def test_an_input_models_vocabulary_grows(store, docs, documents, given) -> None
             assert new[name].shape[0] == 302 and grown.manifest.metrics["optimizer_state_given"] == 1
     assert {int(v) for k, v in load_file(grown.path(FILE)).items() if k.startswith("state.step.")} == {6}
     assert Tokenizer.load(grown.path()).encode(" glucose") == [own_id := Tokenizer.load(own.path()).id_of("Ġglucose")] and own_id >= 290
-    with pytest.raises(PunaError, match="the sample of .* bytes has words for .* tokens only, not for 2290"):
+    with pytest.raises(PunaError, match="the sample of .* bytes gives only .* tokens, not 2290"):
         execute(tokenizer, TokenizerConfig(new_tokens=2000), {"documents": chemistry, "model": first}, store)
 
 

@@ -164,5 +164,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     other = corpus(store, [(address, "a", 10) for address in pages(8)])
     with pytest.raises(PunaError, match="has no row for 1 documents"):
         execute(split, SplitConfig(), {**given, "signals": other["signals"]}, store)
-    with pytest.raises(PunaError, match="nothing to hold out"):
+    with pytest.raises(PunaError, match="has no documents to hold out"):
         execute(split, SplitConfig(), corpus(store, []), store)

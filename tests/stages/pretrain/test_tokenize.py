@@ -154,6 +154,6 @@ def test_a_second_attempt_keeps_what_was_encoded(store, documents, small_tokeniz
 
 
 def test_nothing_to_tokenize_is_an_error(store, documents, mixture, small_tokenizer) -> None:
-    with pytest.raises(PunaError, match="nothing to tokenize"):
+    with pytest.raises(PunaError, match="in this mixture to tokenize"):
         given_ = {"documents": documents(TEXTS[:1]), "mixture": mixture([(0, "a", "heldout", 1)]), "tokenizer": small_tokenizer}
         execute(tokenize, TokenizeConfig(), given_, store)

@@ -49,7 +49,7 @@ def test_same_bytes_for_any_parts(tmp_path: Path, documents) -> None:
 
 
 def test_refuses_a_vocabulary_that_the_text_cannot_fill(store, documents, mixture) -> None:
-    with pytest.raises(PunaError, match="tokens only, not for 30000"):
+    with pytest.raises(PunaError, match="tokens, not 30000"):
         execute(tokenizer, TokenizerConfig(vocab_size=30000), {"documents": documents(TEXTS)}, store)
     with pytest.raises(PunaError, match="no training documents"):
         execute(tokenizer, TokenizerConfig(), {"documents": documents(TEXTS[:1]), "mixture": mixture([(0, "a", "heldout", 1)])}, store)

@@ -163,7 +163,7 @@ def test_a_verifier_of_an_installed_package_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", ["os:system", "subprocess:getoutput", "numpy:mean", "shutil:rmtree"])
 def test_a_prompt_names_no_function_of_a_library(function: str) -> None:
-    with pytest.raises(PunaError, match="is a library's; a prompt may name those of your own modules and of plugins"):
+    with pytest.raises(PunaError, match="is a library's; a prompt may only name functions of your own modules and of plugins"):
         to_text("python", function=function)
 
 

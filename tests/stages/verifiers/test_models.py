@@ -127,7 +127,7 @@ def test_a_reward_model_gives_a_probability(tmp_path: Path, store: Store) -> Non
 
 def test_what_a_reward_model_cannot_read_has_no_score(tmp_path: Path, store: Store) -> None:
     found, metrics = scored(tmp_path, [reward_of(store)], [(row(to_text("reward_model")), text) for text in ("7", "7 " * 2000)])
-    assert found[0].value is not None and found[1].value is None and "tokens are more than the reward model reads" in found[1].detail
+    assert found[0].value is not None and found[1].value is None and "tokens exceed the reward model's context" in found[1].detail
     assert metrics["unscored_answers"] == 1
 
 
@@ -175,7 +175,7 @@ def test_the_model_is_chosen_by_its_head_or_its_digest(tmp_path: Path, store: St
     alone, _ = scored(tmp_path / "c", [second], [by_default[1]])
     assert [one.value for one in again] == [found[0].value, alone[0].value, found[1].value] and alone[0].value != found[1].value
     for judges, verifier, message in (
-        ([first, second], to_text("judge", rubric="r"), "has 2, so the verifier's `model` must say which"),
+        ([first, second], to_text("judge", rubric="r"), "has 2, so the verifier's `model` must name one"),
         ([first], to_text("reward_model"), "needs a reward model, but the input `judges` has none"),
         ([first], to_text("judge", rubric="r", model="0" * 8), f"data digest 00000000…; given: {first.data_digest[:12]}"),
         ([reward], to_text("judge", rubric="r", model=reward.data_digest[:8]), "is a reward model; it needs a language model"),

@@ -95,10 +95,10 @@ HONEST = {
     ]),
 }  # fmt: skip
 REFUSED = {
-    "assert Stack([1]) < 3": "lt of the program's Stack and a value of the tests would show it that value",
-    "assert 2.5 - Stack() < 1": "sub of the program's Stack and a value of the tests would show it that value",
-    "Stack().startswith('a')": "startswith of the program's Stack would show it a value that the tests expect",
-    "class Own: pass\ngive(Own())": "the tests give the program an object of their own Own: define that class in `prefix`",
+    "assert Stack([1]) < 3": "lt of the program's Stack and a value of the tests would reveal that value",
+    "assert 2.5 - Stack() < 1": "sub of the program's Stack and a value of the tests would reveal that value",
+    "Stack().startswith('a')": "startswith of the program's Stack would reveal a value that the tests expect",
+    "class Own: pass\ngive(Own())": "the tests pass an object of their own class Own to the program: define that class in `prefix`",
     "class Mine(Stack): pass": "the tests cannot make a subclass of the program's type",
     "give('x' * (1 << 24))": "values of more than 16 MiB cannot pass between a program and its tests",
     "t = ()\nfor _ in range(200): t = (t,)\ngive(t)": "tuples more than 100 deep cannot pass between a program and its tests",
