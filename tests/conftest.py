@@ -68,5 +68,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Free the frozen objects, for libraries that count their objects at exit."""
+    """Unfreeze the imported objects, because some libraries count their objects at exit."""
     gc.unfreeze()

@@ -35,7 +35,7 @@ def parse(html: bytes, technical: bool) -> Parsed:
     """Return a page's title and its tree serialised as HTML, without `<option>` elements if there are too many. `technical`: convert markup
     of code and formulas first.
 
-    Raise ParseError if the parser fails, LimitError if it takes more than `SECONDS` of computing or `MEMORY` bytes, or writes too much.
+    Raise ParseError if the parser fails, LimitError if it takes more than `SECONDS` of CPU time or `MEMORY` bytes, or writes too much.
     """
     own = counts(html)
     if own.options > MAX_OPTIONS:

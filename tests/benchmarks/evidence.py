@@ -153,7 +153,7 @@ def digest(recipe: str, changes: Sequence[str] = ()) -> str:
 def table(results: Mapping[str, Evidence]) -> str:
     """Return tab-separated text: for each rule of `clean` the shares of words that it drops, alone and as the first that fires.
 
-    Each recipe follows with its digest, and the shares of all its rules together.
+    Further rows, one per recipe, hold the recipe's digest and the shares of all its rules together.
     """
     result = results["clean"]
     rows = columns_of(result, "type")[:-1]

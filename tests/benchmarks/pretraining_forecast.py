@@ -96,8 +96,8 @@ def forecast(seed: int, store: Store, given: dict[str, Artifact]) -> dict[str, A
 
 
 def controls(points: list[dict[str, Any]], flops: float, parameters: float, tokens: float) -> dict[str, float]:
-    """Return other forecasts: the lowest loss of the ladder; a power law in FLOPs through the points below which there is no cheaper point;
-    and the law in which tokens are equally useful to models of all sizes."""
+    """Return other forecasts: the lowest loss of the ladder; a power law in FLOPs through the points whose loss is below that of every
+    cheaper point; and the law in which tokens are equally useful to models of all sizes."""
     own, read, losses = (np.array([point[name] for point in points]) for name in ("parameters", "tokens", "loss"))
     by_cost = sorted(points, key=lambda point: point["flops"])
     best = [point for i, point in enumerate(by_cost) if all(point["loss"] < other["loss"] for other in by_cost[:i])]

@@ -35,7 +35,7 @@ def utilisation(one: Estimate) -> float:
 
 
 def layout(**sizes: int) -> Layout:
-    """Return a layout, which Puna need not be able to run."""
+    """Return a layout, even one that Puna cannot run."""
     return Layout.model_construct(**{name: sizes.get(name, 1) for name in (*AXES, "virtual_stages")})
 
 

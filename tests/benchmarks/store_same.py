@@ -82,7 +82,7 @@ def _patiently(ask: Callable[[], Any]) -> None:
 
 
 class _Killer:
-    """A killer of up to `count` workers of the next process started, in the middle of their work."""
+    """A thread that kills one busy worker of the next process started, once at least `workers` of them run."""
 
     def __init__(self, workers: int) -> None:
         self._workers, self._killed = workers, 0

@@ -330,7 +330,7 @@ def test_a_guess_is_what_followed_the_longest_run_before():
     lookup = Lookup(4)
     assert lookup.guess([1, 2, 3, 4, 5, 2, 3], 9) == [4, 5, 2, 3]
     lookup.learn(4, 1)
-    assert lookup.guess([1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3], 9) == [4, 5, 2]  # after 1 2 3, not the later 2 3; as many as were right, and one more
+    assert lookup.guess([1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3], 9) == [4, 5, 2]  # after 1 2 3, not the later 2 3; at most three guesses after one right one
     lookup.learn(3, 0)
     longer = [1, 2, 3, 4, 5, 2, 3, 4, 1, 2, 3, 9, 2, 3]
     assert [lookup.guess(longer, 9) for _ in range(2)] == [[], [9]]  # after a step without a guess

@@ -58,7 +58,7 @@ def test_sampler_gives_the_same_batch_for_a_step():
 
 
 def test_an_epoch_is_shuffled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once per step would take time that grows with the square of the examples."""
+    """Shuffling at every step would take time that grows with the square of the number of examples."""
     drawn: list[object] = []
     new = np.random.default_rng
     packing.epoch_order.cache_clear()

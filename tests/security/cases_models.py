@@ -52,7 +52,7 @@ def computing() -> float:
 
 
 def _model() -> Transformer:
-    """Return a model whose hidden states after token 82 are not finite."""
+    """Return a model whose hidden states are not finite from token 82 on."""
     model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model.model.embed_tokens.weight[82] = torch.nan

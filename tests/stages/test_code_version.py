@@ -489,7 +489,7 @@ def test_data_files_are_found_through_path_expressions(tree: Path) -> None:
 
 def test_a_module_is_brought_by_the_distributions_that_importlib_names() -> None:
     named = importlib.metadata.packages_distributions()
-    # Each text is read once; every eighth module is named like its distribution.
+    # Each text is read once; of the modules named like their distribution, every eighth is checked.
     installed = {one.metadata["Name"]: SimpleNamespace(read_text=functools.cache(one.read_text)) for one in importlib.metadata.distributions()}
     plain = [module for module, names in named.items() if names == [module]]
     for module in named.keys() - plain | set(sorted(plain)[::8]):

@@ -123,7 +123,7 @@ def test_the_page_shows_both_sides_by_chance_and_keeps_what_is_said(tmp_path: Pa
     wrong = client.post("/judge", json={"pair": shown["pair"], "by": "Ada", "better": "left", "level": "best"})
     assert wrong.status_code == 400 and "significantly_better" in wrong.json()["error"]
     assert client.post("/judge", json={"pair": "none", "by": "Ada"}).status_code == 400
-    # A reloaded page continues where it was, and saving only good answers works.
+    # A reloaded page continues where it was, and the saved preferences all choose the good answers.
     later = TestClient(desk_application(Desk(store, answers, prompts)))
     saved = later.post("/save").json()
     assert saved["rows"] == 12 and saved["id"] == store.alias("judged@latest").id

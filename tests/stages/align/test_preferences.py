@@ -200,8 +200,7 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_edit_is_never_the_rejected_answer() -> None:
-    """A wrong annotation ranks a wrong answer above the right one: the reference cannot be the wrong answer's edit and the rejected
-    answer."""
+    """A wrong annotation ranks a wrong answer above the right one: the reference cannot be both the edit and the rejected answer."""
     prompt = {"id": "p", "task": "t", "messages": asking("?"), "tools": None, "reference": "42"}
     right, wrong = answer("42 ", 1.0, "A"), answer("17", 0.0, "B")
     config = PreferencesConfig(noise=5.0)

@@ -50,7 +50,7 @@ def test_accuracy_by_subset_beside_length(tmp_path: Path, tiny_model: Tiny) -> N
         assert rows[subset, "accuracy"]["value"] == pytest.approx(statistics.fmean(right)) and rows[subset, "accuracy"]["n"] == len(names)
         assert all(name.startswith(letter) or name == "same" for name in names)
     assert rows["fair", "accuracy"]["value"] > 0.8 and rows["reversed", "accuracy"]["value"] < 0.3  # a tie does not count as right
-    # By characters, `0 and` is shorter than `0 0 to`; at equal token counts, `0 to` is shorter than `0 and`.
+    # By characters, `0 and` is shorter than `0 0 to`, and `0 to` than `0 and`; in one pair, both sides are equally long.
     assert (rows["fair", "always_longer"]["value"], rows["fair", "always_shorter"]["value"]) == (0.0, 1.0)
     assert (rows["reversed", "always_longer"]["value"], rows["reversed", "always_shorter"]["value"]) == pytest.approx((0.1, 0.9))
     assert made.manifest.metrics["pairs"] == 13

@@ -44,7 +44,7 @@ def test_sets_and_absent_runs(members):
     starts = np.cumsum(counts) - counts
     sets = near_duplicates.empty_sets(starts, counts)
     arrays = [np.array(one, dtype=np.uint64) for one in members]
-    for m in (0, 1, 0, *range(2, len(members))):  # repeating a merge has no effect
+    for m in (0, 1, 0, *range(2, len(members))):  # making a set again has no effect
         near_duplicates.make_set(sets, m, arrays[m])
     for m, k in itertools.permutations(range(len(members)), 2):
         left, right = set(members[m]), set(members[k])

@@ -79,7 +79,7 @@ def test_code_and_reasoning_pages_have_rules_of_their_own(tmp_path, make_documen
                                 "max_bullet_lines", "max_ellipsis_lines", "min_stop_words", "min_stop_word_fraction", "max_misread"]), "min_words": 20}  # fmt: skip
     own = {"max_repeated_line_characters": None, "min_code": 0.5, "min_reasoning": 0.5}
     made = execute(select, config(gopher_quality=quality, code_reasoning=own), given_, store)
-    # a, c, h: pages of these kinds whose words pass the kind's own bound; b: just below both kinds; e: not measured, so of neither kind.
+    # a, c, h: pages of these kinds whose words pass the kind's own bound; b: just misses both kinds; e: not measured, so of neither kind.
     assert made.read()["id"].to_pylist() == ["a", "c", "e", "g", "h"]
     assert {r["id"]: r["rule"] for r in made.read("dropped").to_pylist()} == {
         "b": "gopher_quality.min_alphabetic_words", "d": "code_reasoning.min_words", "f": "code_reasoning.min_alphabetic_words",

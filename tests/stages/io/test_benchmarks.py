@@ -100,7 +100,7 @@ def test_a_row_without_an_answer_is_set_aside_with_the_reason(
     row = BENCHMARKS[name][1]
     bad = row | change | ({"key": 8} if name == "IFEval" else {})
     bad |= {"id": "A2"} if name == "ARC" else {}
-    further = [row | {"question": "another"}] if name in ("GSM8K", "BoolQ") else []  # several rows are needed to detect these
+    further = [row | {"question": "another"}] if name in ("GSM8K", "BoolQ") else []  # the majority of rows identifies these
     artifact = made(tmp_path, "prompts", written(tmp_path / "in", [row, *further, bad], "jsonl"))
     (dropped,) = artifact.read("dropped").to_pylist()
     assert f"row {2 + len(further)}, field {field}:" in dropped["detail"] and reason in dropped["detail"]

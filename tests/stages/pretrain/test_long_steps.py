@@ -26,7 +26,7 @@ PASSAGE = NeedleSettings(passage=" the {key} is {value}.", key_words=("cat", "do
 
 
 class Copies:
-    """A model that continues as the text did after the longest match of the last `window` tokens with what it has just read."""
+    """A model that predicts the token that followed the longest match, within the last `window` tokens, of the latest tokens."""
 
     def __init__(self, window: int = 10**9) -> None:
         self.window = window
