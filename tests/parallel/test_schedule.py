@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from puna.models.training.parallel.schedule import Action, lane, schedule
+from puna.models.training.parallel.pipeline import Action, lane, schedule
 
 FORWARD, BACKWARD = 1, 2
 """Units of time of a pass through a stage."""
