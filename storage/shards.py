@@ -177,7 +177,6 @@ class ShardWriter:
         self._keys: list[list[Any]] = []
         self._values: dict[str, int] = {}
         self._raw = 0
-        self._characters = 0
         self.rows = 0
 
     def open(self, schema: pa.Schema) -> None:

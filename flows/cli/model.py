@@ -178,9 +178,12 @@ def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searc
 
 def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]], as_json: bool, searched: bool, raw: bool) -> None:
     """Print answers; after a search, unless `as_json`, also print the number of generated tokens on standard error."""
+    from puna.models.tokens.tokenizer import TextStream
+
     for prompt, ids, row in rows:
         for answer, cost in row:
-            text = tokenizer.decode_behind(ids if raw else (), answer.tokens)
+            stream = TextStream(tokenizer, context=ids if raw else ())
+            text = "".join(map(stream.add, answer.tokens)) + stream.rest
             whole = {"prompt": prompt, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
             typer.echo(json.dumps({**whole, "read": len(ids), **cost}, ensure_ascii=False) if as_json else text)
     if searched and not as_json:
@@ -198,8 +201,10 @@ def _check_room(engine: Engine, prompt: int, answer: int) -> None:
 
 
 def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:
+    if raw and not all(isinstance(one, str) for one in prompts):
+        raise PunaError("--raw goes on from texts; messages need the chat template")
     if raw:
-        return [[*tokenizer.lead, *tokenizer.encode(_plain(one))] for one in prompts]
+        return [[*tokenizer.lead, *tokenizer.encode(one)] for one in prompts]
     return [tokenizer.chat(_messages(one)) for one in prompts]
 
 
@@ -275,12 +280,6 @@ def _unicode(text: str, where: str) -> str:
     with errors_at(f"{where} is not Unicode text", UnicodeEncodeError):
         text.encode()
     return text
-
-
-def _plain(prompt: Any) -> str:
-    if not isinstance(prompt, str):
-        raise PunaError("--raw continues texts; messages need the chat template")
-    return prompt
 
 
 @app.command()

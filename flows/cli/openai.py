@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.engine import Event
 from puna.models.generation.grammar import Grammar, Mask
 from puna.models.generation.score import Score
-from puna.models.tokens.tokenizer import TextStream, Tokenizer
+from puna.models.tokens.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 1 << 16  # maximum total prompt tokens of a request with several prompts, unless the model's context is longer
 STOP_TEXTS = 64  # maximum stop texts of a request: after every token, the server searches for all of them
@@ -89,27 +89,26 @@ class Answerer:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Return the response to a chat request: the answers to its conversation, whole or streamed."""
         turns, top = [message.turn() for message in body.messages], self._alternatives(body, "top_logprobs")
+        tools = body.tools if body.tool_choice == "auto" else None
+        names: list[Any] = [tool["function"].get("name") if isinstance(tool.get("function"), dict) else None for tool in tools or ()]
+        if None in names:
+            raise _refusal("tools", "each is an object with a function, which has a name")
         try:
-            ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=body.tools)  # a slow template must not delay other requests
-            if body.tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
+            ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=tools)  # a slow template must not delay other requests
+            if tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
                 raise ApiError(400, "invalid_request_error", "the model's chat template does not support tools", "tools")
         except ValueError as error:
             raise ApiError(400, "invalid_request_error", str(error), "messages") from error
         longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
-        return await self._answer(body, request, [ids], longest, "chat.completion", top)
+        return await self._answer(body, request, [ids], longest, "chat.completion", top, names)
 
     async def _answer(
-        self, body: Sampled, request: Request, prompts: list[list[int]], longest: int, kind: str, top: int | None
+        self, body: Sampled, request: Request, prompts: list[list[int]], longest: int, kind: str, top: int | None, names: Sequence[str] = ()
     ) -> Response:
         for ids in prompts:
             texts = self._check(body, ids, longest)
         params = await self._params(body, max(1, longest), texts)
-        scored = None if top is None else self.tokenizer
-        replies = []
-        for ids in prompts:
-            behind = ids if kind == "text_completion" else ()  # a completion continues its prompt's text, a chat's answer begins one
-            streams = {i: TextStream(self.tokenizer, texts, behind) for i in range(body.n)}
-            replies.append(Reply(kind, self.name, ids, streams, scored))
+        replies = [Reply(kind, self.name, ids, body.n, self.tokenizer, top is not None, texts, names) for ids in prompts]
         if not body.stream:
             work = asyncio.ensure_future(self._all(body, replies, params, longest, top or 0))
             departure = asyncio.ensure_future(request.receive())  # after the body, only a disconnect message comes

@@ -6,14 +6,17 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, StrictInt, model_validator
 
 from puna.models.generation.engine import Event
 from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
+from puna.stages.verifiers.tools import CALL
+
+CALL_TAG = "<tool_call>"  # the beginning of a call in an answer, see `CALL`
 
 
 class ApiError(Exception):
@@ -25,25 +28,24 @@ class ApiError(Exception):
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class StreamOptions(BaseModel, extra="forbid"):
+    """Options of a streamed answer."""
+
     include_usage: bool = False
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(BaseModel, extra="forbid"):
     """The JSON schema that an answer must follow."""
 
-    model_config = ConfigDict(extra="forbid")
     name: str = Field("answer", description="Ignored")
     description: str | None = Field(None, description="Ignored")
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = Field(None, description="Ignored: an answer always follows its schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BaseModel, extra="forbid"):
     """The format of an answer: text, any JSON object, or JSON that follows a schema."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -54,10 +56,9 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class Sampled(BaseModel):
+class Sampled(BaseModel, extra="forbid"):
     """The fields shared by completion and chat requests."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -105,14 +106,16 @@ class CompletionRequest(Sampled):
         return None if self.logprobs is None or self.logprobs is False else 0 if self.logprobs is True else self.logprobs
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class TextPart(BaseModel, extra="forbid"):
+    """A text part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class Message(BaseModel, extra="allow"):
+    """One turn of a conversation."""
+
     role: str
     content: str | list[TextPart] | None = None
 
@@ -129,6 +132,7 @@ class ChatRequest(Sampled):
     logprobs: bool = Field(False, description="Whether to report the log-probs of the answer's tokens")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of likeliest tokens per position; needs logprobs: true")
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] = Field("auto", description="none: the model is not told of the tools")
 
     @property
     def alternatives(self) -> int | None:
@@ -142,27 +146,26 @@ class ChatRequest(Sampled):
 class Offsets:
     """Character offsets of the tokens' texts. Tokens that share one character start at its offset; special tokens have no text."""
 
-    tokenizer: Tokenizer
+    stream: TextStream
     places: list[int] = field(default_factory=list)
     length: int = 0
-    parts: list[int] = field(default_factory=list)
-    behind: Sequence[int] = ()  # tokens before `parts` that have a text
 
     def add(self, token: int) -> None:
         self.places.append(self.length)
-        self.parts = [*self.parts, token]
-        text = self.tokenizer.decode_behind(self.behind, self.parts)
-        if not text.endswith("\ufffd") or len(self.parts) == 4:  # a character has four bytes at most
-            self.behind = self.parts if text and not text.endswith("\ufffd") else self.behind
-            self.length, self.parts = self.length + len(text), []
+        self.length += len(self.stream.add(token))
 
 
 class Reply:
     """The answers to one prompt in OpenAI's format, as a whole or in chunks."""
 
-    def __init__(self, kind: str, model: str, ids: list[int], texts: dict[int, TextStream], scored: Tokenizer | None) -> None:
-        """Prepare empty answers. `scored`: the tokenizer that decodes tokens, if log-probs are requested; else None."""
-        self.kind, self.texts, self.scored, self.ids = kind, texts, scored, ids
+    def __init__(
+        self, kind: str, model: str, ids: list[int], n: int, tokenizer: Tokenizer, scored: bool, stops: list[str], tools: Sequence[str]
+    ) -> None:  # fmt: skip
+        """Prepare `n` empty answers. `scored`: True if log-probs are requested; `stops`: stop texts; `tools`: names of functions."""
+        self.kind, self.ids, self.stops, self.tools, self.scored = kind, ids, stops, tools, tokenizer if scored else None
+        behind = () if kind.startswith("chat") else ids  # a completion continues its prompt's text, a chat's answer begins one
+        texts = self.texts = {i: TextStream(tokenizer, [*stops, CALL_TAG] if tools else stops, behind) for i in range(n)}
+        self.given = dict.fromkeys(texts, 0)  # number of characters that a stream has brought
         prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.said = dict.fromkeys(texts, "")
@@ -171,23 +174,38 @@ class Reply:
         self.reasons = dict.fromkeys(texts, "length")
         self.prompt: tuple[str, list[Score]] | None = None  # with echo: the prompt's text and scores, which precede each answer
         self.offsets: dict[int, Offsets] = {}
-        if scored is not None and not kind.startswith("chat"):
-            prompt = Offsets(scored)
+        if scored and not kind.startswith("chat"):
+            prompt = Offsets(TextStream(tokenizer))
             for token in ids:
                 prompt.add(token)
-            self.offsets = {number: replace(prompt, places=[*prompt.places]) for number in texts}
+            self.offsets = {i: Offsets(TextStream(tokenizer, context=ids), [*prompt.places], prompt.length) for i in texts}
 
-    def add(self, event: Event) -> str:
-        """Add an event's token to its answer; return the text that the token completes."""
-        new = self.texts[event.number].add(event.token, event.completion is not None)
-        self.said[event.number] += new
+    def add(self, event: Event) -> None:
+        """Add an event's token to its answer."""
+        self.said[event.number] += self.texts[event.number].add(event.token, event.completion is not None)
         self.drawn[event.number].append(event.token)
         self.scores[event.number].append(Score(event.logprob, []))
         if self.offsets:
             self.offsets[event.number].add(event.token)
         if event.completion is not None and event.completion.finished:
             self.reasons[event.number] = "stop"
-        return new
+
+    def _ended(self, number: int) -> tuple[str, list[dict[str, Any]]]:
+        """Return an ended answer's text, and its calls in OpenAI's format if it ends by itself and calls only tools of the request."""
+        if not self.tools:
+            return self.said[number], []
+        whole = self.said[number] + self.texts[number].rest
+        whole = whole[: min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=None)]
+        try:
+            calls = [json.loads(call) for call in CALL.findall(whole) or [whole] if self.reasons[number] == "stop"]
+            named = [(call["name"], call["arguments"] if "arguments" in call else call["parameters"]) for call in calls]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            named = []
+        if not all(name in self.tools and isinstance(arguments, dict) for name, arguments in named):
+            named = []
+        functions = [{"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)} for name, arguments in named]
+        rows = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function} for function in functions]
+        return whole[: max(0, whole.find(CALL_TAG))] if rows else whole, rows
 
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
         """Return an answer's log-probs from token `start` on; with echo, the prompt's tokens come first. None if not requested."""
@@ -232,24 +250,32 @@ class Reply:
     def choices(self, first: int = 0) -> list[dict[str, Any]]:
         """Return the answers, numbered from `first`."""
         choices = []
-        for number, text in self.said.items():
+        for number in self.said:
+            text, calls = self._ended(number)
             text = text if self.prompt is None else self.prompt[0] + text
-            content = {"message": {"role": "assistant", "content": text}} if self.kind.startswith("chat") else {"text": text}
-            choices.append({"index": first + number, **content, "logprobs": self._scores(number), "finish_reason": self.reasons[number]})
+            message = {"role": "assistant", "content": text} | ({"content": text or None, "tool_calls": calls} if calls else {})
+            content = {"message": message} if self.kind.startswith("chat") else {"text": text}
+            reason = "tool_calls" if calls else self.reasons[number]
+            choices.append({"index": first + number, **content, "logprobs": self._scores(number), "finish_reason": reason})
         return choices
 
     def line(self, event: Event) -> str:
-        """Add an event's token to its answer, and return the token's text as a chunk of a stream."""
-        first = not self.drawn[event.number]
-        text = self.add(event)
-        if self.kind.startswith("chat"):
-            content: dict[str, Any] = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
-        else:
-            content = {"text": text}
-        reason = None if event.completion is None else self.reasons[event.number]
-        choice = {"index": event.number, **content, "finish_reason": reason}
+        """Add an event's token to its answer, and return the text that is then final as a chunk of a stream, with calls at the end."""
+        number, calls = event.number, list[dict[str, Any]]()
+        delta: dict[str, Any] = {} if self.drawn[number] else {"role": "assistant"}
+        self.add(event)
+        text, reason = self.said[number], None if event.completion is None else self.reasons[number]
+        if reason is not None:
+            text, calls = self._ended(number)
+            reason = "tool_calls" if calls else reason
+        elif self.tools and text.lstrip()[:1] in ("", "{"):  # the whole answer may be a call
+            text = ""
+        text, self.given[number] = text[self.given[number] :], max(self.given[number], len(text))
+        delta |= {"content": text} | ({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else {})
+        content = {"delta": delta} if self.kind.startswith("chat") else {"text": text}
+        choice = {"index": number, **content, "finish_reason": reason}
         if self.scored is not None:
-            choice["logprobs"] = self._scores(event.number, len(self.drawn[event.number]) - 1)
+            choice["logprobs"] = self._scores(number, len(self.drawn[number]) - 1)
         return self._chunk(choices=[choice])
 
     def last(self) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from puna.flows.web.frame import health, invalid, pages
 from puna.stages.align.judgements import ALIAS, Judgement, JudgementsConfig, judgements, pairs_to_judge
@@ -141,10 +141,9 @@ def _desk_of(request: Request) -> Desk:
 DeskOfAddress = Annotated[Desk, Depends(_desk_of)]
 
 
-class Said(BaseModel):
+class Said(BaseModel, extra="forbid"):
     """The body of the request with which the page sends a judgement."""
 
-    model_config = ConfigDict(extra="forbid")
     pair: str
     by: str = Field(min_length=1, max_length=100)
     better: str | None = Field(None, pattern="^(left|right)$")

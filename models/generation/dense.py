@@ -18,7 +18,6 @@ from puna.kernels.operators import INTERPRETED
 from puna.kernels.paged_attention import PAGE, PagedPlan
 from puna.models.config import ModelConfig
 from puna.models.formats.quantised import QuantisedLinear
-from puna.models.generation.cache import Layers
 from puna.models.transformer import Transformer, rotary_table
 
 if has_numba():
@@ -33,6 +32,7 @@ WEIGHTS = {
     **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 
+Layers = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
 PLAIN = {WEIGHTS[name] for name in PROJECTIONS}
 SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in ("q", "scale")}
 

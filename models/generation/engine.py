@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from puna.kernels.exact import exact_passes
-from puna.models.generation.cache import Cache
 from puna.models.generation.dense import loops
 from puna.models.generation.pages import PagePool
 from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw
 from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.schedule import Answer, Request, Scheduler
 from puna.models.generation.sinks import kept_tokens
-from puna.models.generation.step import Stretch, run
+from puna.models.generation.step import Cache, Stretch, run
 from puna.models.machine import generation_room
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.models.transformer import Transformer
@@ -258,10 +257,6 @@ class Engine:
             (hidden_ND, row), params, begin = answer.hidden, answer.request.params, len(answer.logprobs)
             if not parts or parts[-1][0] is not hidden_ND:
                 parts.append((hidden_ND, []))
-            if not answer.guess:  # the usual case: no speculation
-                draws.append(Draw(params, answer.uniform(begin), answer.request.prompt, answer.own if params.shifts else ()))
-                parts[-1][1].append(row)
-                continue
             for i in range(len(answer.guess) + 1):
                 before = [*answer.own, *answer.guess[:i]] if params.shifts else ()
                 draws.append(Draw(params, answer.uniform(begin + i), answer.request.prompt, before))

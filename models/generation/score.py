@@ -15,11 +15,10 @@ from torch import Tensor
 
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
-from puna.models.generation.cache import Cache
 from puna.models.generation.dense import loops
 from puna.models.generation.engine import Engine
 from puna.models.generation.sampling import DIVERGED, RowError
-from puna.models.generation.step import Stretch, run
+from puna.models.generation.step import Cache, Stretch, run
 
 BLOCK = 256  # the number of tokens whose logits are in memory at once
 Lane = list[tuple[int, int]]
@@ -101,10 +100,8 @@ class Scoring:
 
     def _score(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
         """Return the scores of tokens [N] after hidden states [N, D], a block of logits at a time."""
-        scores: list[Score] = []
-        for first in range(0, len(tokens), BLOCK):
-            scores += self._block(hidden_ND[first : first + BLOCK], tokens[first : first + BLOCK])
-        return scores
+        blocks = (slice(first, first + BLOCK) for first in range(0, len(tokens), BLOCK))
+        return [score for block in blocks for score in self._block(hidden_ND[block], tokens[block])]
 
     def _block(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
         logprobs_NV = torch.log_softmax(self.engine.model.logits(hidden_ND).float() / self.temperature, -1)

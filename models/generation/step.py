@@ -1,4 +1,4 @@
-"""One step of the model on ragged work (any number of tokens of any number of answers), with keys and values in pages.
+"""One step of the model on ragged work (any number of tokens of any number of answers), with a KV cache in the pages of `pages.py`.
 
 Shapes: N tokens of the step, D model width. Training uses the same decoder and weights, with another `attend`.
 """
@@ -6,6 +6,7 @@ Shapes: N tokens of the step, D model width. Training uses the same decoder and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +14,44 @@ import torch
 from torch import Tensor
 
 from puna.kernels.kv_append import kv_append_
-from puna.kernels.paged_attention import PAGE, PagedPlan, paged_attention
-from puna.models.generation.cache import Cache, Layers
-from puna.models.generation.dense import Pass
-from puna.models.generation.latent import LatentPages
+from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
+from puna.models.generation.dense import Layers, Pass
+from puna.models.generation.latent import LatentPages, new_latents
+from puna.models.generation.sinks import Kept
 from puna.models.transformer import Attend, Transformer
+
+
+class Cache:
+    """Keys and values of each layer in `count` pages, or the latents that both are computed from."""
+
+    def __init__(self, model: Transformer, count: int) -> None:
+        config, (device, dtype) = model.config, model.place
+        shape, where = (model.key_value_heads, config.head_dim, config.value_dim), (dtype, device)
+        numbers, mla = range(model.first, model.first + len(model.blocks)), config.mla
+        self.config, self.windows = config, [config.windows[number] for number in numbers]
+        self.layers = [new_pages(count, *shape, *where) for _ in numbers if mla is None]
+        self.latents = [new_latents(count, mla, *where) for _ in numbers if mla is not None]
+
+    @property
+    def stores(self) -> list[Tensor]:
+        """Return the tensors that hold the pages: the layers' latents, or their keys and values."""
+        return [*self.latents, *chain.from_iterable(self.layers)]
+
+    @property
+    def bytes(self) -> int:
+        return sum(pages.untyped_storage().nbytes() for pages in self.stores)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            source, target = (list(pages) for pages in zip(*pairs, strict=True))
+            for pages in self.stores:
+                pages[target] = pages[source]
+
+    def turn_back(self, kept: Kept, pages: Sequence[int]) -> None:
+        """Rotate the keys in these pages back by `kept.step` positions, because this many tokens before them were dropped."""
+        mla = self.config.mla
+        rotated = [keys for keys, _ in self.layers] if mla is None else [latents[..., mla.kv_lora_rank :] for latents in self.latents]
+        kept.turn_back(rotated, pages, self.config)
 
 
 class Stretch(NamedTuple):

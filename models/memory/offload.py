@@ -20,8 +20,7 @@ from puna.kernels.paged_attention import PagedPlan
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import CheckpointError, Entry, build, check_files, checkpoint_at, entries, read_config, weight_files
 from puna.models.formats.families import from_disk
-from puna.models.generation.cache import Layers
-from puna.models.generation.dense import Pass, fits
+from puna.models.generation.dense import Layers, Pass, fits
 from puna.models.generation.step import by_operators
 from puna.models.memory.streams import Buffer, Layout, Loader, Reader
 from puna.models.transformer import Attend, Block, Transformer

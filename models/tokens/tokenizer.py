@@ -19,7 +19,6 @@ from puna.models.tokens.chat import ChatError, ChatFormat, Row
 from puna.models.tokens.template import CHATML, LLAMA3, Message, Template, TemplateError
 from puna.models.tokens.tokenizer_files import SAMPLING, TokenizerError, read_files
 from puna.models.tokens.tokenizer_trial import WORDS
-from puna.models.tokens.vocabulary import CONTEXT
 
 __all__ = ["CHATML", "ChatError", "Message", "Row", "Template", "TemplateError", "Tokenizer", "TokenizerError"]
 
@@ -27,6 +26,7 @@ BOS, EOS, EOT, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|fi
 START_HEADER, END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
 SPECIAL_TOKENS = (BOS, EOS, START_HEADER, END_HEADER, EOT, PAD)
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+CONTEXT = 8  # tokens before a stream that are decoded together with it
 BROKEN = 32  # tokens without a complete final character after which `TextStream` stops waiting: the bytes are not text
 
 

@@ -24,7 +24,6 @@ Encoded = tuple[list[int], list[Span]]  # ids of tokens, and each one's characte
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
 """GPT-2's characters for bytes, in which byte-level tokenizers write their tokens."""
-CONTEXT = 8  # number of tokens before a text that are decoded with it
 LONG = 1 << 14  # number of characters above which a text is encoded without blocking other threads
 
 
@@ -81,16 +80,12 @@ class Vocabulary:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def decode_behind(self, context: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text of ids that continue the text of `context`; decoded alone, a token may lose its leading space."""
-        tail = [*context[-CONTEXT:]]
-        return self.decode([*tail, *ids], skip_special_tokens=True)[len(self.decode(tail, skip_special_tokens=True)) :]
-
     def token_bytes(self, id_: int) -> bytes | None:
         """Return the bytes that a token decodes to after other text; None for a special token."""
         if id_ in self.special:
             return None
-        piece, text = self.token(id_), self.decode_behind(self._letter, [id_])
+        before, piece = self._letter, self.token(id_)
+        text = self.decode([*before, id_])[len(self.decode(before)) :]
         if "\ufffd" in text and (code := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
             return bytes.fromhex(code[1])
         if "\ufffd" in text and set(piece) <= BYTES.keys():

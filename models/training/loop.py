@@ -19,9 +19,8 @@ from puna.models.training.boxes import tensors_digest
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import ComputeSettings, TrainConfig
-from puna.models.training.spikes import spike_limits
 from puna.models.training.state import Job, Saver, check_identity, load_record
-from puna.models.training.trainer import Row, Trainer
+from puna.models.training.trainer import Row, Trainer, spike_limits
 
 __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "train", "weights_digest"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,13 +27,39 @@ from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.owners import Matrices, Owners
 from puna.models.training.parallel.parallel import parallel
 from puna.models.training.settings import TrainConfig
-from puna.models.training.spikes import NO_LIMITS, Limits
 from puna.models.transformer import Decoder
 
 Row = dict[str, float]
 RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
 TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
 """Columns of the training log that differ from run to run."""
+Limits = tuple[float, float]  # largest loss, largest gradient norm
+NO_LIMITS: Limits = (sys.float_info.max, sys.float_info.max)  # any finite number
+
+
+def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) -> Limits:
+    """Return the loss and gradient norm above which the next step is a spike.
+
+    A limit is the median over the last `window` steps that were not skipped, plus `limit` standard deviations. The deviation is estimated
+    from the median absolute deviation, which an accepted spike hardly widens, and is at least 1 % of the median. Before there are `window`
+    steps that were not skipped, or if `window` is 0, no finite value is a spike.
+    """
+    recent: list[Mapping[str, float]] = []
+    for row in reversed(log if window else ()):
+        if not row["skipped"]:
+            recent.append(row)
+        if len(recent) == window:
+            break
+    if not window or len(recent) < window:
+        return NO_LIMITS
+    return _bound([r["loss"] for r in recent], limit), _bound([r["gradient_norm"] for r in recent], limit)
+
+
+def _bound(values: list[float], limit: float) -> float:
+    middle = median(values)
+    # For a normal distribution, this factor turns the median absolute deviation into the standard deviation.
+    deviation = 1.4826 * median(abs(value - middle) for value in values)
+    return middle + limit * max(deviation, 0.01 * abs(middle))
 
 
 def in_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -296,3 +296,72 @@ def test_openais_client_raises_what_it_is_told(openai_client, url):
         openai_client.chat.completions.create(model="gpt", messages=messages)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
+
+
+# --- tools ---
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("add", "look")]
+TELLING = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+def scripted(*texts):
+    """A client of a server whose answer number i is `texts[i]`, token by token; its template tells of tools."""
+    tokenizer = TOKENIZER.with_template(TELLING)
+    scripts = [[*tokenizer.encode(text), tokenizer.stop_ids[0]] for text in texts]
+    engine = Engine(Transformer(SHAPE.replace(max_position_embeddings=1024), generator=torch.Generator().manual_seed(0)), tokenizer)
+    take = engine._take
+
+    def write(answer, drawn, errors):
+        return take(answer, iter([(scripts[answer.number][len(answer.logprobs)], *next(drawn)[1:])]), errors)
+
+    engine._take = write
+    return TestClient(application(engine, "tiny"))
+
+
+def called(calls):
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+ANSWERS = [
+    ('Sure. <tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>\n<tool_call>{"name": "look", "arguments": {}}</tool_call>', "Sure. ", [("add", {"a": [1, "é"]}), ("look", {})]),
+    ('{"name": "add", "parameters": {"a": 2}}', "", [("add", {"a": 2})]),
+    (' {"name": "sub", "parameters": {"a": 2}}', None, []),
+    ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', None, []),
+    ("<tool_call>{name: add}</tool_call>", None, []),
+    ("3 < 4, not a <tool_cal", None, []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), ANSWERS)
+def test_calls_of_tools_are_told_in_openais_shape(text, content, calls):
+    """What is no call of the request's tools stays text."""
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 200, "n": 2}
+    with scripted(text, "Hello") as client:
+        choice, other = client.post("/v1/chat/completions", json=body).json()["choices"]
+        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True, "tool_choice": "auto"}) as reply:
+            chunks = [chunk["choices"][0] for chunk in streamed(reply.iter_lines())]
+        (plain,) = client.post("/v1/chat/completions", json={**body, "n": 1, "tool_choice": "none"}).json()["choices"]
+    assert other["message"] == {"role": "assistant", "content": "Hello"} and other["finish_reason"] == "stop"
+    assert plain["message"] == {"role": "assistant", "content": text}
+    message, own = choice["message"], [chunk for chunk in chunks if chunk["index"] == 0]
+    written = "".join(chunk["delta"]["content"] for chunk in own)
+    assert "".join(chunk["delta"]["content"] for chunk in chunks if chunk["index"] == 1) == "Hello"
+    assert choice["finish_reason"] == own[-1]["finish_reason"] == ("tool_calls" if calls else "stop")
+    if not calls:
+        assert message == {"role": "assistant", "content": text} and written == text and not any("tool_calls" in chunk["delta"] for chunk in own)
+        return
+    assert (message["content"] or "") == written == content and (message["content"] is None) == (not content)
+    assert called(message["tool_calls"]) == called(own[-1]["delta"]["tool_calls"]) == calls
+    assert [call["index"] for call in own[-1]["delta"]["tool_calls"]] == [*range(len(calls))]
+    assert len({call["id"] for call in message["tool_calls"]}) == len(calls) and {call["type"] for call in message["tool_calls"]} == {"function"}
+
+
+def test_a_call_that_is_cut_off_stays_text():
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}'
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+    with scripted(text) as client:
+        for change in ({"max_tokens": len(TOKENIZER.encode(text))}, {"max_tokens": 200, "stop": "arguments"}):
+            (choice,) = client.post("/v1/chat/completions", json=body | change).json()["choices"]
+            assert choice["message"] == {"role": "assistant", "content": text.partition(change.get("stop", "\0"))[0]}
+        reply = client.post("/v1/chat/completions", json=body | {"tools": [{"type": "function"}]})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools"

@@ -13,12 +13,11 @@ from puna.kernels.paged_attention import PAGE
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.generation import Engine, SamplingParams
-from puna.models.generation.cache import Cache
 from puna.models.generation.dense import loops
 from puna.models.generation.draft import DraftedEngine, accept_guesses, distribution
 from puna.models.generation.sampling import Draw, cut, draw
 from puna.models.generation.schedule import Lookup
-from puna.models.generation.step import run
+from puna.models.generation.step import Cache, run
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer

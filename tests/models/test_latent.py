@@ -11,8 +11,8 @@ from puna.models.config import Mla, ModelConfig
 from puna.models.formats.checkpoint import save
 from puna.models.formats.quantised import quantise
 from puna.models.generation import Engine, SamplingParams
-from puna.models.generation.cache import Cache
 from puna.models.generation.latent import LatentPages
+from puna.models.generation.step import Cache
 from puna.models.training.objectives.base import Targets
 from puna.models.transformer import Transformer
 

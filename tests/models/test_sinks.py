@@ -11,10 +11,10 @@ import torch
 from puna.kernels.rope import rope
 from puna.models.config import Mla, ModelConfig, RopeScaling
 from puna.models.generation import Engine, SamplingParams
-from puna.models.generation.cache import Cache
 from puna.models.generation.draft import DraftedEngine
 from puna.models.generation.schedule import UNIFORMS
 from puna.models.generation.sinks import PAGE, Kept
+from puna.models.generation.step import Cache
 from puna.models.transformer import Transformer, rotary_table
 
 SHAPE = {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 256}

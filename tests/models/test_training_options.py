@@ -23,8 +23,7 @@ from puna.models.training.optimizers.muon import Muon, orthogonalise
 from puna.models.training.packing import Sampler, pack, step_indices
 from puna.models.training.schedules import Ramp
 from puna.models.training.settings import OptimizerSettings
-from puna.models.training.spikes import NO_LIMITS, spike_limits
-from puna.models.training.trainer import inner_matrices
+from puna.models.training.trainer import NO_LIMITS, inner_matrices, spike_limits
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

@@ -30,8 +30,8 @@ from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
 from puna.models.formats.quantised import to_nf4
 from puna.models.generation import Engine, SamplingParams
-from puna.models.generation.cache import Cache
 from puna.models.generation.sampling import RowError
+from puna.models.generation.step import Cache
 from puna.models.serving import engine_of
 from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest

@@ -12,7 +12,7 @@ from puna.models.machine import GPUS, Machine
 from puna.models.parameters import parameters
 from puna.models.training.parallel.estimate import NODE, REACHED, Work, best_layouts, estimate, layouts
 from puna.models.training.parallel.layout import AXES, PROVED, Layout
-from puna.models.training.parallel.schedule import schedule
+from puna.models.training.parallel.pipeline import schedule
 
 SHEET, MACHINE = GPUS["H100"], Machine.gpu("H100")
 CONFIG = ModelConfig(

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from puna.models.training.parallel.schedule import Action, lane, schedule
+from puna.models.training.parallel.pipeline import Action, lane, schedule
 
 FORWARD, BACKWARD = 1, 2
 """Time units of a forward and of a backward pass through a stage."""

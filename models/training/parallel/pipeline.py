@@ -1,13 +1,14 @@
 """Pipeline parallelism: micro-batches pass stages of consecutive layers, in 1F1B or its interleaved form (Narayanan et al. 2021).
 
-`schedule.py` orders micro-batches of any length and number. Without `data` or tied weights, gradients are bit-identical to one process.
+`schedule` orders micro-batches of any length and number. Without `data` or tied weights, gradients are bit-identical to one process.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,40 @@ from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
 from puna.models.training.parallel.cut_model import place
 from puna.models.training.parallel.mesh import Mesh
-from puna.models.training.parallel.schedule import lane, schedule
 from puna.models.transformer import Attend, Transformer, decode, forest_attend
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "model.norm."
+
+
+class Action(NamedTuple):
+    """One forward or backward pass of a micro-batch through a stage."""
+
+    micro_batch: int
+    stage: int
+    backward: bool
+
+
+def schedule(rank: int, ranks: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return a rank's actions in order. Stage s is on rank s modulo `ranks`: one stage per rank gives 1F1B, several its interleaved form.
+
+    Groups of `ranks` micro-batches pass a rank's stages in turn. A rank first runs `stages - 1 - rank` forward passes, then one forward
+    and one backward pass in turn. It never holds the activations of more than `stages - rank` passes: no more memory than the first
+    rank of 1F1B needs. Each stage runs backward passes in the order of the micro-batches, so gradients add up as in one process.
+    """
+    own, rounds = range(rank, stages, ranks), [range(i, min(i + ranks, micro_batches)) for i in range(0, micro_batches, ranks)]
+    forward = [Action(number, stage, False) for some in rounds for stage in own for number in some]
+    backward = [Action(number, stage, True) for some in rounds for stage in reversed(own) for number in some]
+    ahead = stages - 1 - rank
+    turns = zip_longest(forward[ahead:], backward)
+    return forward[:ahead] + [action for turn in turns for action in turn if action is not None]
+
+
+def lane(source: int, target: int, ranks: int) -> int:
+    """Return which of four process groups carries a message between two stages: in a group, any two ranks send in one direction only.
+
+    Groups 0 and 1 carry messages to the next and the previous rank; 2 and 3 carry those between the last and the first rank.
+    """
+    return 2 * (target % ranks - source % ranks != target - source) + (target < source)
 
 
 class StageTransformer(Transformer):
