@@ -121,7 +121,6 @@ class Aliases:
         return first
 
     def _note(self, alias: str, artifact: Artifact) -> None:
-        """Add an alias to the journal, unless the journal has it already."""
         if (name := self.name_for(alias)) not in self.journal():
             line = {"time": datetime.now(UTC).isoformat(), "alias": name, "artifact": artifact.id}
             self._files.append(JOURNAL, index.line(line))

@@ -197,7 +197,6 @@ def rows_of(table: pa.Table) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """Raise an error of DuckDB within the context as a PunaError."""
     try:
         yield
     except (duckdb.Error, RuntimeError) as error:  # Ctrl-C ends a query with a RuntimeError

@@ -80,7 +80,6 @@ class RunLog:
 
     @property
     def project(self) -> str:
-        """Return the project whose aliases the run read and set."""
         return str(self.about.get("project") or DEFAULT)
 
     @property

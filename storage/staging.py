@@ -127,7 +127,6 @@ class Staging:
         return staged
 
     def whole(self, name: str, record: FileRecord) -> bool:
-        """True if a file has the size and the checksum of its record."""
         stat = self.files.stat(name)
         return stat is not None and stat.bytes == record.bytes and digest.of_stored(self.files, name) == record.sha256
 

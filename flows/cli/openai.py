@@ -155,7 +155,6 @@ class Answerer:
             reply.scores[number] = scores[len(reply.ids) :]
 
     def check(self, model: str) -> None:
-        """Raise ApiError if the request names another model."""
         if model != self.name:
             raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
 
@@ -319,7 +318,6 @@ def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | Non
 
 
 def _tell_state(app: FastAPI, worker: Worker) -> None:
-    """Add the endpoints `/health` and `/metrics`."""
 
     @app.get("/health")
     async def health() -> dict[str, str]:

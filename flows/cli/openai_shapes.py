@@ -26,15 +26,11 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
-
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
 
 
 class JsonSchema(BaseModel):
-    """The JSON schema that an answer must follow."""
-
     model_config = ConfigDict(extra="forbid")
     name: str = Field("answer", description="Ignored")
     description: str | None = Field(None, description="Ignored")
@@ -108,16 +104,12 @@ class CompletionRequest(Sampled):
 
 
 class TextPart(BaseModel):
-    """A text part of a message's content."""
-
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One turn of a conversation."""
-
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[TextPart] | None = None
@@ -129,8 +121,6 @@ class Message(BaseModel):
 
 
 class ChatRequest(Sampled):
-    """A request for an answer in a conversation."""
-
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -236,7 +226,6 @@ class Reply:
         return {"prompt_tokens": len(self.ids), "completion_tokens": completion, "total_tokens": len(self.ids) + completion}
 
     def choices(self, first: int = 0) -> list[dict[str, Any]]:
-        """Return the answers, numbered from `first`."""
         choices = []
         for number, text in self.said.items():
             text = text if self.prompt is None else self.prompt[0] + text

@@ -15,8 +15,6 @@ from puna.storage import Artifact, Store, runs
 
 
 class Performer(Walk):
-    """A walk that computes each step in the current session."""
-
     performs = True
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:

@@ -146,7 +146,6 @@ class Arms:
 
     @property
     def metrics(self) -> list[str]:
-        """Return the metrics that every arm has."""
         return [name for name in METRICS if all(name in scores for scores in self.scores.values())]
 
     def share(self, arm: str, metric: str) -> Interval:
@@ -155,7 +154,6 @@ class Arms:
         return wilson(round(sum(values.values())), len(values))
 
     def gain(self, arm: str, control: str, metric: str) -> Interval:
-        """Return the gain of an arm over another on the same prompts."""
         return paired_difference(self.scores[arm][metric], self.scores[control][metric])
 
     def claims(self) -> list[Claim]:

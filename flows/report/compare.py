@@ -18,7 +18,6 @@ Link = Callable[[Artifact], Content]
 
 
 def plain(artifact: Artifact) -> Content:
-    """Return an artifact's id, for pages that stand alone."""
     return tag("code", artifact.id)
 
 

@@ -142,8 +142,6 @@ DeskOfAddress = Annotated[Desk, Depends(_desk_of)]
 
 
 class Said(BaseModel):
-    """The body of a request by which the page sends a judgement."""
-
     model_config = ConfigDict(extra="forbid")
     pair: str
     by: str = Field(min_length=1, max_length=100)

@@ -175,7 +175,6 @@ def produce_tables(job: Produce) -> list[Staged]:
 
 
 def _add(outputs: Outputs, job: Produce, item: Any) -> list[Any]:
-    """Add the tables of one item; return the values that came with them."""
     tables, *info = made_of(job.function(item, *job.args))
     for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
         outputs.add(table, with_meanings(table, rows))

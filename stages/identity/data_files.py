@@ -82,7 +82,6 @@ def _call(node: ast.Call, lookup: Lookup) -> Value:
 
 
 def texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the strings that may name a file."""
     for inner in nodes:
         word = inner.value if isinstance(inner, ast.Constant) else None
         if isinstance(word, str) and 0 < len(word) < 100 and word[0] not in "./" and all(c.isalnum() or c in "._-/" for c in word):
