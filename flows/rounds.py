@@ -290,7 +290,6 @@ def _part(name: str, share: float, config: Any) -> Any:
 
 
 def _of_rl() -> list[RolloutsConfig]:
-    """Return the configurations of the round's RL steps, GRPO and PPO."""
     stages = [Step(stage.name, stage.name, stage, off=True) for stage in (grpo, ppo)]
     configs = [config for one in stages for config in current_walk().configs(one)]
     return [config for config in configs if isinstance(config, RolloutsConfig)]

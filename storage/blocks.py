@@ -32,7 +32,6 @@ def of_bytes(data: bytes) -> str:
 
 
 def of_file(path: Path) -> str:
-    """Return the checksums of a local file's blocks, as text."""
     with path.open("rb") as file:
         return _text(file, path.stat().st_size)
 

@@ -32,8 +32,6 @@ NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 @dataclass(frozen=True)
 class Bucket:
-    """A prefix in a bucket of an S3-compatible object store."""
-
     bucket: str
     prefix: str
 

@@ -50,7 +50,6 @@ def of_value(value: Any) -> str:
 
 
 def of_file(path: Path) -> str:
-    """Return the sha256 of a file's bytes, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -72,7 +72,6 @@ class Partition:
 
     @property
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (file, begin, end) of the partition's runs that have rows."""
         own = np.flatnonzero(self.ends > self.begins).tolist()
         return [(self.names[n], int(self.begins[n]), int(self.ends[n])) for n in own]
 

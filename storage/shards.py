@@ -148,7 +148,6 @@ def write_table(path: Path, table: pa.Table, **how: Any) -> FileRecord:
 
 
 def write_rows(file: Any, table: pa.Table, **how: Any) -> None:
-    """Write rows to an open file as one row group."""
     rows = max(1, table.num_rows)
     pq.write_table(table.combine_chunks(), file, compression="zstd", compression_level=LEVEL, row_group_size=rows, **how)
 
@@ -271,7 +270,6 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove the file if it is unfinished."""
         if self._file is not None and not self._file[0].closed:
             with contextlib.suppress(Exception):  # the error that interrupted the writing is being raised
                 self._file[1].close()

@@ -102,7 +102,6 @@ class Store:
         return self.files.scratch("")
 
     def find(self, kind: str, key: str) -> Artifact | None:
-        """Return the committed artifact with this kind and key, or None."""
         return Artifact(kind, key, self.files) if self.files.stat(f"{place_of(kind, key)}/{NAME}") is not None else None
 
     def committed_artifacts(self) -> list[Artifact]:

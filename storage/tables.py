@@ -228,5 +228,4 @@ def connect(file: str = ":memory:", read_only: bool = False, **config: str | boo
 
 
 def literal(text: str) -> str:
-    """Return a text as an SQL string literal."""
     return "'" + text.replace("'", "''") + "'"

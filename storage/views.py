@@ -76,7 +76,6 @@ FACTS: dict[str, pa.Schema] = {
 
 
 def facts(name: str, store: Store, entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """Return the rows of the table `name` of `FACTS`."""
     rows: Iterable[dict[str, Any]]
     if name == "artifacts":
         suspects = store.suspects()

@@ -124,11 +124,9 @@ class Work:
         return tuple(zip(*facts, strict=True))
 
     def rows(self, table: str) -> int:
-        """Return the number of rows claimed for a table so far."""
         return sum(one.shard.rows for one in self._claimed.get(table, ()))
 
     def values(self, table: str) -> dict[str, int]:
-        """Return column → number of non-null values for an open table."""
         counts: Counter[str] = Counter()
         for one in self._claimed.get(table, ()):
             counts.update(one.values)

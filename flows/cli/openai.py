@@ -158,7 +158,6 @@ class Answerer:
             reply.scores[number] = scores[len(reply.ids) :]
 
     def check(self, model: str) -> None:
-        """Raise ApiError if the request names another model."""
         if model != self.name:
             raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
 

@@ -248,7 +248,6 @@ class Reply:
         return {"prompt_tokens": len(self.ids), "completion_tokens": completion, "total_tokens": len(self.ids) + completion}
 
     def choices(self, first: int = 0) -> list[dict[str, Any]]:
-        """Return the answers, numbered from `first`."""
         choices = []
         for number in self.said:
             text, calls = self._ended(number)

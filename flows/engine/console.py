@@ -80,7 +80,6 @@ class Console:
             self._bar.remove_task(self._tasks.pop(step))
 
     def fail_step(self, step: str) -> None:
-        """Announce a stage that failed or was stopped."""
         self.remove_bar(step)
         self.say(f"{escape(step):24s} [red]not finished[/]", styled=True)
 
@@ -196,7 +195,6 @@ def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:
 
 
 def fail(message: str) -> None:
-    """Print an error on standard error and exit with status 1."""
     Terminal(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]error:[/] {escape(message)}")
     sys.exit(1)
 

@@ -134,12 +134,10 @@ def kind_of(item: Item) -> str:
 
 
 def name_of(item: Item) -> str:
-    """Return the name of an input, for messages."""
     return item.id if isinstance(item, Artifact) else item.uri
 
 
 def input_kind(spec: InputSpec) -> str:
-    """Return the kind of an input in words, for messages."""
     return "files or folders" if spec.kind == "external" else spec.kind
 
 
@@ -231,7 +229,6 @@ class Walk(ABC):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Make this the current walk within the context."""
         token = _WALK.set(self)
         try:
             yield

@@ -66,7 +66,6 @@ class Request:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Return the request's command line and fields, for display on a server."""
         fields = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
         fields |= {"project": self.project} if self.project else {}
         return {"command": self.command(), **fields}

@@ -127,7 +127,6 @@ def _memory(executor: str) -> int | None:
 
 
 def _room(files: list[External], store: Store) -> list[str]:
-    """Return a complaint if the run's artifacts would not fit on the disk."""
     needed = STORED_PER_BYTE * sum(file.bytes for item in files for file in item.files)
     free = store.files.free()
     if free is None or needed <= free:

@@ -39,7 +39,6 @@ class Round:
 
     @property
     def mark(self) -> str:
-        """Return the alias that marks the verdict as carried out."""
         return f"{SETTLED}{self.gate.key[:16]}"
 
     def __str__(self) -> str:
@@ -92,8 +91,6 @@ class History:
 
 
 class _Lineage:
-    """The artifacts of a store and their inputs."""
-
     def __init__(self, store: Store) -> None:
         self._store, entries = store, store.entries()
         self.kind = {one["key"]: one["kind"] for one in entries}

@@ -48,8 +48,6 @@ step_runners: list[Callable[[], StepRunner | None]] = []
 
 @dataclass
 class Session:
-    """The state of one run of a flow or a stage."""
-
     store: Store
     console: Console
     executor: Executor | None

@@ -200,7 +200,6 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
 
 
 def complaints_of(ask: Any) -> list[str]:
-    """Return the lines of the PunaError that a call raises, if any."""
     try:
         ask()
     except PunaError as error:

@@ -181,5 +181,4 @@ def disk_size(artifact: Artifact) -> int:
 
 
 def made_at(artifact: Artifact) -> str:
-    """Return the date, hour and minute when an artifact was made, in UTC."""
     return artifact.manifest.created_at[:16].replace("T", " ")

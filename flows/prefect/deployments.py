@@ -82,7 +82,6 @@ def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:
 
 
 def _texts(spec: InputSpec, value: str | list[str] | None) -> list[str]:
-    """Return the value of a form's input field as texts for `--input`."""
     texts = [value] if isinstance(value, str) else value or []
     if spec.kind == "external":
         return [text for text in texts if text.strip()]

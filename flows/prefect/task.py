@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # importing Prefect takes seconds that a run without it does 
 
 
 def in_prefect() -> bool:
-    """True if the code runs in a Prefect flow, outside its tasks."""
     context = sys.modules.get("prefect.context")
     return context is not None and context.FlowRunContext.get() is not None and context.TaskRunContext.get() is None
 

@@ -51,7 +51,6 @@ def write(store: Store, run: str, output: Path | None, compare: str | None = Non
 
 
 def place(name: str) -> str:
-    """Return the path of a run's page within the store."""
     return f"runs/{name}.html"
 
 

@@ -195,7 +195,6 @@ def _gain(gain: Interval) -> Content:
 
 
 def reward_view(run: Run) -> Html:
-    """Show reward models by round, and the scores of each model's answers."""
     models = [s for s in run.steps if s.stage == "reward_model"]
     plots = []
     series: dict[str, list[tuple[float | str, float]]] = {}

@@ -146,7 +146,6 @@ class Arms:
 
     @property
     def metrics(self) -> list[str]:
-        """Return the metrics that every arm has."""
         return [name for name in METRICS if all(name in scores for scores in self.scores.values())]
 
     def share(self, arm: str, metric: str) -> Interval:

@@ -33,8 +33,6 @@ class Example:
 
 @dataclass
 class Rule:
-    """The removals of one rule in one step."""
-
     name: str
     rows: int = 0
     characters: int | None = None

@@ -79,8 +79,6 @@ class Asker:
 
 
 class Child:
-    """A child process that answers questions, one after another."""
-
     def __init__(self, environment: Mapping[str, str]) -> None:
         words = [sys.executable, "-m", "puna.flows.web.bounded_worker"]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True)

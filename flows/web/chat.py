@@ -154,8 +154,6 @@ _chat = lru_cache(1)(Chat)
 
 
 class Talk(BaseModel):
-    """The body of a request for a model's answer to a conversation."""
-
     model: str
     messages: list[dict[str, str]]
 

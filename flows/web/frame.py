@@ -116,7 +116,6 @@ async def form_fields(request: Request) -> dict[str, list[str]]:
 
 @cache
 def style() -> str:
-    """Return the report's style sheet, followed by the web pages' additions."""
     return "\n".join((HERE / name).read_text(encoding="utf-8") for name in ("../report/page.css", "web.css"))
 
 

@@ -142,7 +142,6 @@ def aliases_view(store: Store, project: str | None = None) -> Html:
 
 
 def runs_view(logs: list[RunLog]) -> Html:
-    """Return a table of runs, within a form for comparing two of them."""
     rows: list[list[Content]] = []
     for log in logs:
         box = tag("input", type="checkbox", name="run", value=log.name, aria_label=f"compare {log.name}")

@@ -107,7 +107,6 @@ def pages(store: Store, host: str, port: int, auth: str, urls: bool = False) -> 
 
 
 def judging(desk: Desk, host: str, port: int, auth: str) -> None:
-    """Serve only the page for judging the answers of `desk`, until stopped."""
     from puna.flows.web.annotate import LINKED, desk_application
 
     with guard.listening(host, port) as listening:

@@ -40,7 +40,6 @@ class ExternalFile:
         return handle
 
     def local(self) -> Path | None:
-        """Return the path on this machine, or None for a remote file."""
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
 
@@ -52,7 +51,6 @@ class ExternalFile:
         return public(self.address)
 
     def has_changed(self) -> bool:
-        """True if the file was written or removed since its digest was taken."""
         import fsspec
 
         system, path = fsspec.core.url_to_fs(self.address)

@@ -240,7 +240,6 @@ class StageRun:
         return self._work.scratch
 
     def progress(self, done: float, total: float, note: str = "") -> None:
-        """Report that `done` of `total` units are finished."""
         if self._listener is not None:
             self._listener.progress(self.stage, done, total, note)
 

@@ -22,7 +22,6 @@ SAVE_SECONDS = 20.0
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -38,7 +37,6 @@ class Processes(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return the number of processes, each of which takes one part at a time."""
         return self._workers
 
     def _begin(self, part: Part) -> None:

@@ -18,7 +18,6 @@ SETTLED = 1.0
 
 
 def digest(file: Path) -> str:
-    """Return the first 16 hex digits of the sha256 of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
