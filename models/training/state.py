@@ -32,8 +32,7 @@ announce: Callable[[], object] | None = None
 
 
 class Stop:
-    """Handling of SIGINT and SIGTERM during training: the first signal of a kind waits for `act`, the second acts at once. Outside the
-    main thread, which alone receives signals, this class does nothing."""
+    """Handling of SIGINT and SIGTERM in a training's main thread: the first signal of a kind waits for `act`, the second acts at once."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -103,8 +102,7 @@ class Saver:
 
     seconds: time between periodic saves; longer if saving would take more than `SAVE_SHARE` of the time. write: writes the state, or
     returns a job that writes a copy of the state while the training goes on; None: nothing is saved. One job runs at a time: the next
-    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the run passes True (to save,
-    or to end).
+    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the run passes True.
     """
 
     def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
@@ -210,8 +208,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 def load_state(folder: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return the record, and the tensors whose names begin with `prefix`, of the newest undamaged checkpoint under `folder`; None if there
-    is none. Remove newer, damaged checkpoints with a warning, so that no run continues from damaged weights. Raise OSError if the disk
-    does not answer."""
+    is none. Remove newer, damaged checkpoints with a warning. Raise OSError if the disk does not answer."""
     from safetensors.torch import load
 
     return _newest(folder, lambda data: {name: tensor for name, tensor in load(data).items() if name.startswith(prefix)}, prefix)

@@ -24,8 +24,6 @@ SHAPE = ModelShape(
 )  # fmt: skip
 """Shape of a model that trains in minutes on a CPU."""
 OPTIMIZER = OptimizerSettings(beta2=0.98)
-
-
 Source = Literal["initial", "fresh", "long", "best"]
 """Tokens that a phase reads, by the step of the flow that makes them: `tokenize`, `tokenize_fresh`, `tokenize_long`, `tokenize_best`."""
 Places = dict[tuple[str, int], tuple[int, int]]
