@@ -70,8 +70,7 @@ def train_ppo(
     reward), kl (from the reference, in nats per answer; without a KL penalty only in about `WATCHED` rollouts, the first and the last
     included), gold (mean score of the verifiers, if a reward model gives the reward), clip_fraction, approximate_kl, entropy, value_loss,
     value_error, explained_variance, answer_tokens, finished, version (rollouts trained before sampling), staleness (rollouts trained
-    since). If another engine answers: mismatch, its estimated KL divergence from the policy in nats per token, and importance, the tokens'
-    mean weight in the loss.
+    since). If another engine answers: mismatch, its KL divergence from the policy in nats per token, and the tokens' mean importance.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
     `rate_scales`: factors of the policy's learning rate by parameter name. Raise TrainingDiverged if two rollouts in a row are skipped.

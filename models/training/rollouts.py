@@ -249,7 +249,7 @@ class Rollouts(Generic[Config]):
         parts = scores if isinstance(scores, Mapping) else {"score": scores}
         own = [{name: list(values[i]) for name, values in parts.items()} for i in range(len(asked))]
         # A judge may score differently on each rank: all train on the first rank's scores.
-        return list(zip(answers, json.loads(groups.mesh.first_text(json.dumps(own))), strict=True))
+        return list(zip(answers, json.loads(groups.mesh.gather_texts(json.dumps(own))[0]), strict=True))
 
     def _build_drawn(self, asked: Sequence[list[int]], sampled: Sequence[Any]) -> Iterator[Drawn]:
         for prompt, (answers, parts) in zip(asked, sampled, strict=True):
@@ -319,8 +319,8 @@ class Source:
 
     def _remember(self, rollout: int) -> Remember:
         def remember(name: str, make: Callable[[], Any]) -> Any:
-            first = self.groups.mesh.first_text
-            value = make() if self._folder is None else cached_json(self._of(rollout) / f"{name}.json", make, first)
+            file, mesh = self._of(rollout) / f"{name}.json", self.groups.mesh
+            value = make() if self._folder is None else cached_json(file, make, lambda text: mesh.gather_texts(text)[0])
             self.follow()
             return value
 

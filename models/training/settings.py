@@ -49,7 +49,6 @@ class OptimizerSettings(Settings):
         10.0, gt=0, description="A loss or gradient norm this many robust standard deviations above the window's median is a spike"
     )
     max_skipped: int = Field(5, ge=1, description="Number of skipped steps in a row that stops the run (PPO and GRPO: two rollouts)")
-
     state_in: Literal["memory", "file"] = Field(
         "memory", description="Place of the optimizer's state. memory: the device's memory. file: unnamed, memory-mapped files in TMPDIR; "
         "the CPU then updates the weights, and state that does not fit into free memory is on disk",
@@ -309,7 +308,6 @@ class RolloutSettings(Settings):
         0, ge=0, le=1, description="1: sample a rollout before (with `generate`, during) the previous rollout's updates, with weights that "
         "are one rollout older, to which the probability ratios refer. 0: sample a rollout after the previous rollout's updates"
     )  # fmt: skip
-
     engine: Literal["puna", "vllm"] = Field("puna", description="Engine that samples answers: Puna's own, or vLLM if it is installed")
     importance_cap: float = Field(
         2.0, ge=1, description="vllm: cap on the factor of a token's loss, which is the policy's probability over vLLM's (truncated "

@@ -32,8 +32,7 @@ announce: Callable[[], object] | None = None
 
 
 class Stop:
-    """Handling of SIGINT and SIGTERM during training: the first signal of a kind waits for `act`, the second takes effect at once. Outside
-    the main thread, the only one that receives signals, this class does nothing."""
+    """Handling of SIGINT and SIGTERM in a training's main thread: the first signal of a kind waits for `act`, the second acts at once."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -103,8 +102,7 @@ class Saver:
 
     seconds: time between periodic saves; longer if saving would take more than `SAVE_SHARE` of the time. write: writes the state, or
     returns a job that writes a copy of the state while the training goes on; None: nothing is saved. One job runs at a time: the next
-    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the run passes True (to save,
-    or to end).
+    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the run passes True.
     """
 
     def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:

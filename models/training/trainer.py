@@ -191,12 +191,13 @@ class Trainer:
             parts = [(part.make() if isinstance(part, Later) else part, counted) for part, counted in self.parallel.deal(micro)]
             options, self._parts = self._totals(parts, len(micro)), parts
 
-            def compute(model: nn.Module, part: Sized) -> tuple[Tensor, dict[str, Tensor]]:
+            def compute(model: nn.Module, part: Sized, counted: bool) -> tuple[Tensor, dict[str, Tensor]]:
                 loss, values = self.objective(model, self._to_device(part), **options)
                 loss, values = self._with_balance_loss(loss, values, len(part) / tokens)
                 if hidden := sorted(name for name in values if name in RESERVED or name in TIMED):
                     raise ValueError(f"metric {hidden[0]!r} would hide a column of the training log")
-                return loss, {n: torch.as_tensor(v, dtype=torch.float32, device=self.device).detach() for n, v in values.items()}
+                detached = {n: torch.as_tensor(v, dtype=torch.float32, device=self.device).detach() for n, v in values.items()}
+                return loss * counted, {name: value * counted for name, value in detached.items()}
 
             return self.parallel.add_up(*self.parallel.forward_backward(parts, compute, self._collect))
 

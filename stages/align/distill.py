@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import Field, model_validator
 
-from puna.models.training.parallel.layout import Layout
 from puna.models.training.settings import TrainingSettings
 from puna.stages.contract import Facts, Model, Prompts, StageRun, stage
 from puna.stages.executors import ranks
@@ -95,15 +94,12 @@ def _sampler(
 
     order, seed, size = run.seed("order"), run.seed("answers"), config.training.compute.micro_batch_tokens
 
-    def answered(asked: list[list[int]], params: SamplingParams) -> list[list[list[int]]]:
-        return [[list(one.tokens) for one in some] for some in Engine(model).generate(asked, params)]
-
     def batches(step: int) -> list[Targets]:
         batch = [prompts[i] for i in step_indices(step, len(prompts), config.training.batch_size, order)]
         params = SamplingParams(
             n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=(seed + step) % 2**31
         )
-        answers = ranks.dealt(batch, lambda own: answered(own, params), Layout(), tuple)
+        answers = ranks.dealt(batch, lambda own: [[c.tokens for c in row] for row in Engine(model).generate(own, params)], ranks.ONE, tuple)
         lengths = [len(ids) + sum(map(len, some)) for ids, some in zip(batch, answers, strict=True)]
         return [Targets.from_answers([batch[i] for i in row], [answers[i] for i in row]) for row in pack(lengths, size)]
 

@@ -50,7 +50,6 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
 
     gold: bool = Field(False, description="With reward=reward_model: also score about 8 rollouts with verifiers, and plot both against KL")
 
-
     @model_validator(mode="after")
     def _vllm_reads_whole_weights(self) -> Self:
         if self.engine == "vllm" and self.method == "lora":

@@ -91,7 +91,7 @@ def agree(wish: bool) -> bool:
 
 def first(value: T) -> T:
     """Return rank 0's JSON value on all ranks that run the stage: they must decide alike, and may round differently."""
-    return cast("T", json.loads(mesh().first_text(json.dumps(value))))
+    return cast("T", json.loads(mesh().gather_texts(json.dumps(value))[0]))
 
 
 def dealt(

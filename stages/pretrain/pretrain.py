@@ -267,8 +267,7 @@ class Watch:
 
     def try_average(self, model: Transformer, folder: Path, phase: str) -> None:
         """Keep the averaged weights in `model` if they lower the last step's validation loss; else restore its weights from `folder`."""
-        from puna.models.training.parallel.base import Piece
-        from puna.models.training.parallel.boxes import load
+        from puna.models.training.parallel import base, boxes
 
         loss, self.before = ranks.first([self.loss(model), self.before])
         self.gain, better = self.before - loss, loss < self.before
@@ -278,7 +277,7 @@ class Watch:
             self.after = loss
         else:
             weights = {f"weight.{name}": weight for name, weight in model.named_parameters()}
-            checkpoint = load(folder, {name: Piece.of(weight) for name, weight in weights.items()}, {}, ranks.mesh())
+            checkpoint = boxes.load(folder, {name: base.Piece.of(weight) for name, weight in weights.items()}, {}, ranks.mesh())
             assert checkpoint is not None
             for name, weight in weights.items():
                 weight.detach().copy_(checkpoint[0][name])

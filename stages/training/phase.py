@@ -24,8 +24,6 @@ SHAPE = ModelShape(
 )  # fmt: skip
 """Shape of a model that can be trained in minutes on a CPU."""
 OPTIMIZER = OptimizerSettings(beta2=0.98)
-
-
 Source = Literal["initial", "fresh", "long", "best"]
 """Names of the tokens that a phase reads, after the step that makes them: `tokenize`, `tokenize_fresh`, `tokenize_long`,
 `tokenize_best`."""

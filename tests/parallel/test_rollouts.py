@@ -50,11 +50,15 @@ def test_ranks_of_their_own_sample_what_one_process_does(ranks: Run, generate: i
     assert one["equal"] == [1.0] * 3 if not max_stale else one["equal"][0] == 1.0 > max(one["equal"][1:])
 
 
+CISPO = {"surrogate": "cispo", "normalizer": "constant", "baseline": "mean", "resample": 1, "entropy_weight": 0.01}
+GSPO = {"ratio": "sequence", "normalizer": "answers", "baseline": "rloo", "clip": 0.3}
+
+
 @pytest.mark.parametrize(
     "layout, generate, more",
-    [({"data": 8}, 0, {}), ({"data": 2}, 1, {}), ({"data": 2}, 2, {"critic": True}), ({"shard": 2}, 1, {}), ({"tensor": 2}, 1, {"critic": True}),
+    [({"data": 8}, 0, {"own": CISPO}), ({"data": 2}, 1, {}), ({"data": 2}, 2, {"critic": True}), ({"shard": 2}, 1, {}), ({"tensor": 2}, 1, {"critic": True}),
      ({"data": 2}, 1, {"variant": "lora"}), ({"pipeline": 2}, 1, {"critic": True}), ({"context": 2}, 1, {}), ({"expert": 2}, 1, {"variant": "moe"}),
-     ({"pipeline": 2}, 0, {"critic": True}), ({"pipeline": 2, "virtual_stages": 2}, 0, {"variant": "deep", "critic": True}), ({"tensor": 2}, 0, {}), ({"shard": 2}, 0, {"critic": True}), ({"context": 2}, 0, {"critic": True}),
+     ({"pipeline": 2}, 0, {"critic": True}), ({"pipeline": 2, "virtual_stages": 2}, 0, {"variant": "deep", "critic": True}), ({"tensor": 2}, 0, {"own": GSPO}), ({"shard": 2}, 0, {"critic": True}), ({"context": 2}, 0, {"critic": True}),
      ({"expert": 2}, 0, {"variant": "moe", "critic": True})], ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("max_stale", [0, 1])

@@ -1,8 +1,7 @@
 """The common part of objectives: target tokens, and the totals by which a step's sums are divided.
 
-Without dropout or experts, splitting a step into micro-batches changes gradients only by rounding. Objectives count denominators (`totals`:
-tokens, answers, pairs) without the model. The loop adds these counts over the step, and every micro-batch divides its sums by the totals.
-So losses, gradients and metrics of the micro-batches simply add up.
+Objectives count denominators (`totals`: tokens, answers, pairs) without the model. The loop adds these counts over the step, and every
+micro-batch divides its sums by the totals. So losses, gradients and metrics of micro-batches add up (not with dropout or experts).
 """
 
 from __future__ import annotations

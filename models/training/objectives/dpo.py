@@ -1,5 +1,4 @@
-"""Preference optimization. Pairs: DPO (Rafailov et al. 2023) in Llama 3's form (section 4.1.4), and related losses. Labelled answers:
-KTO (Ethayarajh et al. 2024)."""
+"""Preference optimization: DPO (Rafailov et al. 2023) in Llama 3's form (section 4.1.4) and related losses, and KTO of single answers."""
 
 from __future__ import annotations
 

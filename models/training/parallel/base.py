@@ -26,8 +26,8 @@ from puna.models.training.state import Job, load_state, write_state
 Part = tuple[Any, bool]
 """A micro-batch, and False if its loss does not count: a rank with too few micro-batches repeats the step's smallest, uncounted."""
 Values = dict[str, Tensor]
-Compute = Callable[[nn.Module, Any], tuple[Tensor, Values]]
-"""A function that returns a model's loss and metrics on a micro-batch, as shares of the step's loss and metrics."""
+Compute = Callable[[nn.Module, Any, bool], tuple[Tensor, Values]]
+"""A function that returns a model's loss and metrics on a `Part`, as shares of the step's loss and metrics; zeros if it does not count."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class Parallel:
 
     whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
     trained parameters by name. pieces: each local tensor's part of the whole tensor. owned: weights whose optimizer state one rank has
-    whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: where the pieces of weights are; None:
-    where the whole model is.
+    whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the pieces; None: the whole model's.
     """
 
     def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None) -> None:
@@ -109,9 +108,7 @@ class Parallel:
         total: Tensor | None = None
         metrics: Values = {}
         for part, counted in parts:
-            loss, values = compute(self.model, part)
-            if not counted:
-                loss, values = loss * 0.0, {name: value * 0.0 for name, value in values.items()}
+            loss, values = compute(self.model, part, counted)
             loss.backward()
             collect()
             loss = loss.detach().float()

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 
 def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tensors: Mapping[str, Tensor], text: str) -> None:
-    """Write the checkpoint of `step` under `folder`; `tensors`: this rank's boxes. text: rank 0's JSON record. All ranks must call this.
-
-    As in `state.save_state`, the folder gets its final name once it is complete on disk. Raise an error on all ranks if one fails to write.
-    """
+    """Write the checkpoint of `step` under `folder` as `state.save_state` does; all ranks must call this. `tensors`: this rank's boxes;
+    `text`: rank 0's JSON record. Raise an error on all ranks if one fails to write."""
     from safetensors.torch import save_file
 
     final, temporary = folder / f"step-{step:09d}", folder / f".step-{step:09d}.ranks"
@@ -58,11 +56,10 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint.
 
-    Each rank verifies the checksums of its share of the files, and reads from any file the boxes that it needs. Raise ValueError on all
-    ranks if a file is damaged or missing, and on a rank that finds a tensor missing or in another shape.
+    Each rank verifies a share of the files, and reads boxes from any file. Raise ValueError on all ranks if a file is damaged or missing.
     """
     paths = newest_first(folder)
-    if (name := mesh.first_text(paths[0].name if paths else "-")) == "-":  # a rank's view of a shared folder may be outdated
+    if (name := mesh.gather_texts(paths[0].name if paths else "-")[0]) == "-":  # a rank's view of a shared folder may be outdated
         return None
     path = folder / name
     damage = f"{path}: the saved training state is damaged; remove the folder to begin anew"

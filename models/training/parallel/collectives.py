@@ -1,8 +1,7 @@
 """Exchanges between ranks as differentiable functions.
 
 Outside a parallel model, all tensors and gradients are equal on all ranks of a group. Each function states, for forward and backward, what
-its input is: a partial sum, a piece of the rows, or the whole tensor. Pieces of T rows over p ranks have `cut(T, p)` rows each; rows beyond
-T are padding, which is never read.
+its input is: a partial sum, a piece of the rows, or the whole tensor. A piece of T rows over p ranks has `cut(T, p)` rows, some of padding.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"

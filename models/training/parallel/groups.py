@@ -1,7 +1,6 @@
 """The ranks of a reinforcement-learning run in two groups: the first ranks train, the last ranks sample answers.
 
-The groups exchange weights and answers once per rollout. Received weights are copied from a buffer in place, so that engines notice the
-change and drop their caches. Answers are sent as text.
+The groups exchange weights and answers once per rollout. Received weights are copied in place, so that engines drop their caches.
 """
 
 from __future__ import annotations

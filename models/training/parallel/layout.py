@@ -94,8 +94,7 @@ class Layout(Settings):
         return None
 
     def refusal(self, precision: str, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
-        """Return why no training runs under this layout, None if a test proves it. `config`: the model's shape, if known; `used`: values of
-        settings in `UNPROVED`."""
+        """Return why no training runs under this layout, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
         if config is not None and (problem := self.misfit(config)):
             return problem
         if self.context > 1 and device != "cpu":

@@ -30,8 +30,6 @@ JOINING = timedelta(minutes=10)
 BUCKET = 1 << 23
 """Elements at which a bucket of tensors is full: few large exchanges are faster than many small ones."""
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-
-
 _store: Any = None
 
 
@@ -201,7 +199,7 @@ class Mesh:
             raise error or OSError("another rank could not read or write its part of the training state")
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in order of rank."""
+        """Return the texts of all ranks, in order of rank; none may be empty."""
         if self.everyone is None:
             return [text]
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -212,10 +210,6 @@ class Mesh:
         padded[self.index][: len(own)] = own
         dist.all_gather(padded, padded[self.index].clone(), group=self.everyone)
         return [bytes(part[:size].numpy()).decode() for part, size in zip(padded, sizes.tolist(), strict=True)]
-
-    def first_text(self, text: str) -> str:
-        """Return the first rank's text, which is not empty, on all ranks."""
-        return self.gather_texts(text)[0]
 
     def dealt(self, items: Sequence[T], compute: Callable[[list[T]], list[Any]], key: Callable[[T], Hashable]) -> list[Any]:
         """Return, on all ranks, `compute`'s JSON value per item. Data-parallel ranks share the items; items of equal key go to one rank."""

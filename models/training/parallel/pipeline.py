@@ -143,7 +143,7 @@ class Pipelined(Parallel):
     @torch.no_grad()
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
         for stage in self._own:
-            out = self._forward(stage, part, True, lambda model, some: (compute(model, some), {}))[1]
+            out = self._forward(stage, part, True, lambda model, some, _: (compute(model, some), {}))[1]
         self._wait_for_sends()
         last, group = self.mesh.rank("pipeline", -1), self.mesh.group("pipeline")
         dist.broadcast(size := torch.tensor(len(out)), last, group)
@@ -165,9 +165,7 @@ class Pipelined(Parallel):
             self._send(out.detach(), stage, stage + 1)
             return inputs, out, {}
         self.held.given = inputs
-        loss, values = compute(self.model, part)
-        if not counted:
-            loss, values = loss * 0.0, {name: value * 0.0 for name, value in values.items()}
+        loss, values = compute(self.model, part, counted)
         return inputs, loss, values
 
     def _backward(self, stage: int, given: Tensor | None, out: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Generation over pipeline stages: each rank holds the layers, keys and values of one stage; all ranks plan the same steps.
 
 Prompts are dealt to waves (micro-batches), one per stage. A wave has its own pages and steps: while one stage computes a step of one wave,
-the next stage computes a step of another. The last stage draws the tokens and sends them to the other stages. With a single prompt, only
-one stage works at a time.
+the next stage computes a step of another. The last stage draws the tokens and sends them to the other stages.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class Wave(Engine):
 
 
 class StagedEngine(Wave):
-    """The engine of one pipeline rank, itself the first wave. `sequences` and `memory` are divided over the waves. All ranks must be asked
-    for the same answers at the same time."""
+    """The engine of one pipeline rank and its first wave. Waves share `sequences` and `memory`. All ranks are asked for the same answers."""
 
     def __init__(
         self, held: Pipelined, tokenizer: Tokenizer | None = None, sequences: int | None = None, step_tokens: int | None = None,
