@@ -125,7 +125,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Scatter:
-    """How a job's rows are partitioned: by the leading bits of the column `by` (uint64 or an id), or by its value (int32). `runs`: number
+    """The partitioning of a job's rows: by the leading bits of the column `by` (uint64 or an id), or by its value (int32). `runs`: number
     of the first partition in each run of the job's files."""
 
     staging: Staging

@@ -1,4 +1,4 @@
-"""What all readers yield: pages, and records rejected with a reason."""
+"""The records that all readers yield: pages, and rejected records with a reason."""
 
 from __future__ import annotations
 
