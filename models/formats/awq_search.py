@@ -83,8 +83,7 @@ def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Pa
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the divisors [D] of the inputs that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): a group's R heads share
-    s."""
+    """Return the input divisors [D] that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): a group's R heads share them."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, scales = float("inf"), torch.ones_like(size_D)
