@@ -125,7 +125,7 @@ def at_once(bench: Bench) -> dict[str, Any]:
     running = [bench.fired() for _ in range(2)]
     ends = [process.communicate(timeout=900)[0].decode() for process in running]
     gates = [a for a in bench.store.artifacts() if a.manifest.stage == "gate"]
-    return {"rounds": len(gates), "codes": [p.returncode for p in running], "left_to_the_other": sum("a round is at work" in e for e in ends)}
+    return {"rounds": len(gates), "codes": [p.returncode for p in running], "left_to_the_other": sum("working on a round" in e for e in ends)}
 
 
 def killed(bench: Bench, whole: Bench, seed: int, most: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_a_model_without_a_chat_template_is_told_before_the_first_step(tmp_path:
 def test_preferences_that_nothing_would_learn_from_are_refused(tmp_path: Path, changes: tuple[str, ...], refused: bool) -> None:
     store = Store.open(tmp_path / "store")
     align, given = flow_named("align"), [imported("llama3", tmp_path / "own", store), rows("preferences", store)]
-    with pytest.raises(PunaError, match=r"trains no reward model, so nothing would learn") if refused else contextlib.nullcontext():
+    with pytest.raises(PunaError, match=r"trains no reward model, so no step would learn") if refused else contextlib.nullcontext():
         check(align, load("smollm2-135m", changes, flow="align"), align.by_kind(given), store)
 
 

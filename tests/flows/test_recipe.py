@@ -592,7 +592,7 @@ def test_files_where_an_artifact_is_wanted_name_the_command(tmp_path: Path) -> N
     pairs.write_text("{}\n")
     with pytest.raises(PunaError, match=r"dpo: takes no files, so import them first: .*`puna import preferences .* --as my_pairs`, then --input my_pairs@latest"):
         launch.run_stage(dpo, launch.Request("dpo", inputs=(str(pairs),)), Store.open(tmp_path / "store"))
-    with pytest.raises(PunaError, match="no place for|needs the input"):
+    with pytest.raises(PunaError, match="has no input for|needs the input"):
         flow_named("pretrain").by_kind(External.resolve(str(pairs)))
 
 

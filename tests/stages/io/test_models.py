@@ -89,7 +89,7 @@ def test_four_bits_go_out_by_a_text_and_come_in(tmp_path: Path, store: Store):
     model, text = imported(tmp_path / "own", store), tmp_path / "text.txt"
     command = ["export", model.id, str(tmp_path / "out"), "--store", str(store.root)]
     text.write_text("What is the capital of Peru? " * 20)
-    for more, told in ((["--format", "awq"], "give a text file"), (["--text", str(text)], "--text chooses the scales"), (["--format", "awq", "--text", str(text)], "too short")):
+    for more, told in ((["--format", "awq"], "give a text file"), (["--text", str(text)], "--text is for --format awq only"), (["--format", "awq", "--text", str(text)], "too short")):
         with pytest.raises(PunaError, match=told):
             CliRunner().invoke(app, [*command, *more], catch_exceptions=False)
         assert not (tmp_path / "out").exists()
