@@ -23,7 +23,7 @@ GLANCE, LOOK = 0.1, 0.4
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What is known about one input before the run; None if unknown. `kind`: the artifact's, or `external`. `tables`: name → columns.
+    """The facts known about one input before the run; None if unknown. `kind`: the artifact's, or `external`. `tables`: name → columns.
 
     `sources`: names of the external inputs that the input descends from. `bytes`: size of the stored files. `look(seconds)` reads the first
     pages and returns their texts and their share of all bytes. `model`: an existing model with the shape, tokenizer and chat template that
@@ -40,7 +40,7 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known before a run about its inputs and the machine. `available_memory_bytes`: None if the work runs on other hardware."""
+    """The facts known before a run about its inputs and the machine. `available_memory_bytes`: None if the work runs on other hardware."""
 
     inputs: dict[str, tuple[InputFacts, ...]]
     available_memory_bytes: int | None
