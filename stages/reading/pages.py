@@ -1,4 +1,4 @@
-"""What all readers yield: pages, and records rejected with a reason."""
+"""The output of all readers: pages, and records rejected with a reason."""
 
 from __future__ import annotations
 

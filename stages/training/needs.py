@@ -46,7 +46,7 @@ def documents_apart(facts: Facts, *inputs: str) -> list[str]:
     """Return an error message for each model of these inputs whose tokenizer has neither BOS nor EOS token to separate packed documents."""
     return [
         f"{model.id} has a tokenizer without bos_token and eos_token, which separate packed documents; "
-                "name one in its tokenizer_config.json and import it again"
+        "name one in its tokenizer_config.json and import it again"
         for model in models_of(facts, *inputs)
         if not tokenizer_of(model).lead
     ]
@@ -90,7 +90,7 @@ def memory(
         return []
     return [
         f"{parameters / 1e9:,.2f} billion parameters need at least {needed / 1e9:,.1f} GB ({bytes_each} bytes each{where}), "
-            f"but only {free / 1e9:,.1f} GB of memory are free; {remedy}"
+        f"but only {free / 1e9:,.1f} GB of memory are free; {remedy}"
     ]
 
 
