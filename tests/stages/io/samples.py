@@ -166,7 +166,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("instructions", {"messages": "no JSON"}, "wrong_type", "messages", "neither JSON nor a dialogue"),
     ("instructions", {"messages": [USER, ASSISTANT], "tools": 3}, "wrong_type", "tools", "holds a number, not a list of tools"),
     ("instructions", {"messages": [USER, ASSISTANT], "split": "x"}, "unknown_split", "split", "holds 'x'; known are train"),
-    ("instructions", b'{"messages": [', "invalid_json", "", "is no JSON"),
+    ("instructions", b'{"messages": [', "invalid_json", "", "is not JSON"),
     ("instructions", b"[1]", "not_an_object", "", "is a list, not an object"),
     ("instructions", b'{"messages": "\xff"}', "invalid_utf8", "messages", "no Unicode text"),
     ("prompts", {"prompt": 3}, "wrong_type", "prompt", "holds a number, not text"),
