@@ -168,7 +168,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("instructions", {"messages": [USER, ASSISTANT], "split": "x"}, "unknown_split", "split", "holds 'x'; known are train"),
     ("instructions", b'{"messages": [', "invalid_json", "", "is not JSON"),
     ("instructions", b"[1]", "not_an_object", "", "is a list, not an object"),
-    ("instructions", b'{"messages": "\xff"}', "invalid_utf8", "messages", "no Unicode text"),
+    ("instructions", b'{"messages": "\xff"}', "invalid_utf8", "messages", "not valid Unicode text"),
     ("prompts", {"prompt": 3}, "wrong_type", "prompt", "holds a number, not text"),
     ("prompts", {"prompt": "a", "verifier": "x"}, "wrong_type", "verifier", "neither JSON"),
     ("prompts", {"prompt": "b", "verifier": {"name": "json_schema", "json_schema": {"$schema": []}}}, "no_verifier", "verifier", "$schema: is not"),
