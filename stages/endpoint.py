@@ -1,4 +1,4 @@
-"""Client of models behind OpenAI-compatible endpoints, local or remote. Requests are limited and retried, and stored with their replies."""
+"""A client for models behind OpenAI-compatible endpoints, local or remote. Failed requests are retried; all are stored with replies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The aliases of a store: names that point to artifacts, by project. An alias is a small file with a checksum, changed by compare-and-swap.
 
-refs/<name>/<version>.json                       NAME@VERSION of the project `default` refs/.projects/<project>/<name>/<version>.json
-NAME@VERSION of another project, which others call PROJECT/NAME@VERSION refs/.journal                                    a line for each
-alias that was ever set, so that lost aliases are noticed"""
+refs/<name>/<version>.json                       NAME@VERSION of the project `default`
+refs/.projects/<project>/<name>/<version>.json   NAME@VERSION of another project, which others call PROJECT/NAME@VERSION
+refs/.journal                                    a line for each alias that was ever set, so that lost aliases are noticed
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
 """The store of artifacts, which holds committed artifacts, unfinished work, aliases and run logs.
 
-store.json                      the layout version objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable work/<key>/
-an unfinished stage, part by part locks/<key>                     held by the process that works on the key; locks/run-<run>: held by a run
-in progress refs/                           aliases (see `aliases`) and accepted equivalences index.jsonl, puna.duckdb        derived:
-summaries of the manifests, and SQL views (see `database`) runs/<run>.jsonl                the events of a run, with the artifacts that it
-made or reused; runs/order: the runs by start time runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held
-by that process quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts"""
+store.json                      the layout version
+objects/<kind>/<k[:2]>/<key>/   committed artifacts, immutable
+work/<key>/                     an unfinished stage, part by part
+locks/<key>                     held by the process that works on the key; locks/run-<run>: held by a run in progress
+refs/                           aliases (see `aliases`) and accepted equivalences
+index.jsonl, puna.duckdb        derived: summaries of the manifests, and SQL views (see `database`)
+runs/<run>.jsonl                the events of a run, with the artifacts that it made or reused; runs/order: the runs by start time
+runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held by that process
+quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,7 @@ class Store:
         elif (layout or made_by) != FORMAT:
             raise PunaError(
                 f"store {self.uri}: has layout {layout or made_by}, but this Puna reads layout {FORMAT}; "
-            "give a new folder with --store and run again"
+                "give a new folder with --store and run again"
             )
 
     @classmethod

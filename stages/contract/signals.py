@@ -118,5 +118,5 @@ def check_measured(rows: int, values: dict[str, int]) -> None:
         if rows > values.get(FAILURE, 0) and not count and not SIGNALS[name].optional:
             raise PunaError(
                 f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents, so its measurement failed. "
-            "Fix it, or declare the signal optional if a corpus may have none"
+                "Fix it, or declare the signal optional if a corpus may have none"
             )

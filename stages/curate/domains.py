@@ -116,7 +116,7 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
     census = ", ".join(f"{n} of {name}" for name, n in results.most_common() if name) or "none"
     return [
         f"two knowledge types need at least min_labels={config.min_labels} labelled documents each, but of {len(texts)} pages "
-            f"the seed words label {census}. Give more pages, lower min_labels, or skip knowledge types with --set domains=null"
+        f"the seed words label {census}. Give more pages, lower min_labels, or skip knowledge types with --set domains=null"
     ]
 
 

@@ -258,7 +258,7 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
 def _grade_documents(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grade of each chosen document and the total probability of the answers. A GPU runs in this process, CPUs in workers."""
+    """Return the grade of each chosen document and the total probability of the answers. This process uses a GPU, workers use CPUs."""
     import torch
 
     batches = enumerate(_batches(documents, chosen, config.batch_documents))

@@ -47,8 +47,9 @@ def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: No
 
     `ast.dump` and `ast.unparse` differ between minor versions: in empty fields, new fields, and quotes.
 
-    Args: node: a tree, a list of trees, or the value of a field. reference: called with each tree, outer ones first. A string replaces the
-    tree's text; "" drops the tree from its list.
+    Args:
+        node: a tree, a list of trees, or the value of a field.
+        reference: called with each tree, outer ones first. A string replaces the tree's text; "" drops the tree from its list.
     """
     if isinstance(node, list):
         return "[" + ",".join(part for item in node if (part := text(item, reference))) + "]"

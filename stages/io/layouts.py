@@ -44,7 +44,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout. `needs`: groups of fields, each of which must have at least one; `may`: optional fields; `why`: the content, in words."""
+    """A layout. `needs`: groups of fields, each of which must have at least one; `may`: optional fields; `why`: what the rows hold."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]

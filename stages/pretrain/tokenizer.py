@@ -88,7 +88,7 @@ def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun
     if (count := load(str(run.folder)).vocab_size) < tokens:
         raise PunaError(
             f"the sample of {size} bytes gives only {count} tokens, not {tokens}; "
-        "give more documents, raise max_bytes or ask for fewer tokens"
+            "give more documents, raise max_bytes or ask for fewer tokens"
         )
 
 

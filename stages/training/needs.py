@@ -90,7 +90,7 @@ def memory(
         return []
     return [
         f"{parameters / 1e9:,.2f} billion parameters need at least {needed / 1e9:,.1f} GB ({bytes_each} bytes each{where}), "
-            f"but only {free / 1e9:,.1f} GB of memory are free; {remedy}"
+        f"but only {free / 1e9:,.1f} GB of memory are free; {remedy}"
     ]
 
 

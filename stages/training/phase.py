@@ -101,7 +101,7 @@ class Phase(StageConfig):
         return self.ramp[-1].rows if self.ramp else self.rows_per_step
 
     def longest(self, row: int) -> int:
-        """Return the length in tokens of the phase's longest sequences, after all growth, in rows of `row` tokens."""
+        """Return the length in tokens of the phase's longest sequences after all growth, for packed rows of `row` tokens."""
         return min(self.ramp[-1].length or row if self.ramp else self.length or row, row)
 
     @property

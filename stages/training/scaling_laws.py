@@ -79,7 +79,7 @@ badly."""
 
 
 def _starts(level: float, joint: float) -> Floats:
-    """Return starts [S, 5]: logarithms of E, A and B (relative to the points' mean size) and of the exponents."""
+    """Return starting points of the fit [S, 5]: logarithms of E, A and B (relative to the points' mean size) and of the exponents."""
     shares = ((0.2, 0.4, 0.4), (0.5, 0.25, 0.25), (0.8, 0.1, 0.1), (0.4, 0.5, 0.1), (0.4, 0.1, 0.5))
     exponents = (0.12, 0.25, 0.45)
     # Two equal terms add up to 2^joint times one of them.
@@ -159,7 +159,7 @@ class Points:
 
     @property
     def trunks(self) -> npt.NDArray[np.int64]:
-        """Return the number of each point's trunk, [n]. A trunk is all runs of one shape and seed, which share a random error."""
+        """Return the index of each point's trunk, [n]. A trunk is all runs of one shape and seed, which share a random error."""
         seeds = np.zeros(len(self)) if self.seeds is None else self.seeds
         return np.unique(np.stack([self.parameters, seeds]), axis=1, return_inverse=True)[1]
 

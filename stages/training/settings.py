@@ -26,7 +26,7 @@ TRL_ONLY: dict[str, tuple[object, ...]] = {
 
 
 class AdapterConfig(BadRowsConfig, SeededConfig):
-    """Settings of a stage that trains all weights of a model, or adapters."""
+    """Settings of a stage that trains either all weights of a model or adapters."""
 
     method: Literal["full", "lora"] = Field("full", description="full: all weights; lora: low-rank adapters, merged at the end")
     lora: LoraSettings = Field(LoraSettings(), description="Settings of the adapters, if method is `lora`")
@@ -160,12 +160,12 @@ class DpoConfig(AdaptableConfig):
             if self.method == "lora" and self.lora.initialization == "pissa":
                 raise ValueError(
                     "TRL's reference is the policy without its adapters, which with pissa is not the policy at the start of "
-                "training: set engine puna, or lora.initialization zero"
+                    "training: set engine puna, or lora.initialization zero"
                 )
             if self.nll_weight and self.mask_format:
                 raise ValueError(
                     "TRL also leaves the tokens masked by mask_format out of the likelihood term: set mask_format false or nll_weight 0 "
-                "with engine trl"
+                    "with engine trl"
                 )
             if self.nll_weight and self.nll_normalization != "tokens":
                 raise ValueError("TRL's likelihood term is a mean over tokens: nll_normalization must be tokens with engine trl")

@@ -42,8 +42,8 @@ WATCH = "puna.stages.evaluation.training_tasks"
 class Example:
     """One prompt with its answers as token ids.
 
-    masks   per answer token, True if it counts in the preference term or, in a conversation to learn, in the loss groups  rankings of
-    answers, as indices: a ranking is a list of tiers of equally good answers, best tier first
+    masks   per answer token, True if it counts in the preference term or, in a conversation to learn, in the loss
+    groups  rankings of answers, as indices: a ranking is a list of tiers of equally good answers, best tier first
     """
 
     prompt: list[int]

@@ -106,7 +106,7 @@ def test_a_stage_reads_and_sets_the_aliases_of_its_project(corpora: tuple[Path, 
 @pytest.mark.parametrize("command", [["list"], ["run", "extract"], ["clean", "x", "-o", "out"], ["show", "documents@latest"]])
 def test_an_empty_name_of_a_project_is_refused(command: list[str]) -> None:
     outcome = CliRunner().invoke(app, [*command, "--project", ""])
-    assert outcome.exit_code and "a project's name has letters, digits" in str(outcome.exception or outcome.output)
+    assert outcome.exit_code and "a project's name has only letters, digits" in str(outcome.exception or outcome.output)
 
 
 

@@ -27,7 +27,7 @@ def test_broken_records_after_a_long_one_are_read_in_linear_time() -> None:
     assert time.process_time() - start < SECONDS
     assert first == Row(1, {"a": long}) and all(isinstance(one, Fault) for one in others)
     assert [one.number for one in others] == list(range(2, lines + 2))
-    assert isinstance(others[-2], Fault) and others[-2].reason.startswith("is no JSON: Expecting property name")
+    assert isinstance(others[-2], Fault) and others[-2].reason.startswith("is not JSON: Expecting property name")
     assert f"at line {lines}, column 2" in others[-2].reason
 
 

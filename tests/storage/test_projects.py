@@ -55,7 +55,7 @@ def test_setting_an_alias_of_another_project_by_its_full_name_leaves_ones_own(st
 def test_what_is_unknown_is_told_with_what_there_is(store: Store) -> None:
     with pytest.raises(PunaError, match=r"project newz: .* has no such project; it has default, law, news"):
         Store.existing(store.uri, "newz")
-    with pytest.raises(PunaError, match=r"project newz: .*there are default, law, news"):
+    with pytest.raises(PunaError, match=r"project newz: .*it has default, law, news"):
         store.resolve("newz/corpus@latest")
     with pytest.raises(PunaError, match=r"tokens@latest: no such alias in project news of"):
         store.resolve("news/tokens@latest")

@@ -135,7 +135,7 @@ def out_of_fold(
             census = ", ".join(f"{label}: {results.sum()}" for label, results in counts.items()) or "none"
             raise PunaError(
                 f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; there are "
-            f"{census} in {config.folds} folds. Give more documents, fewer folds, or other labels"
+                f"{census} in {config.folds} folds. Give more documents, fewer folds, or other labels"
             )
         state = str(run.scratch / f"{name}-fold-{fold}")
         jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), state, str(folder / FOLD.format(fold)), positive))

@@ -96,7 +96,7 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a document's row of `dropped`, with the condition and the values read. `value` is null unless exactly one number is read."""
+    """Return a document's row of `dropped`, with the condition and the values it reads. `value` is null unless that is one number."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
     values_text = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None

@@ -306,5 +306,5 @@ def check_signals(rules: list[Rule], carried: dict[str, str]) -> None:
                 off = rule.name if signal == rule.drop.signal else "code_reasoning"
                 raise PunaError(
                     f"rule {rule.name} reads the signal {signal!r}, which no input contains "
-                f"(they contain {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {off}=null"
+                    f"(they contain {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {off}=null"
                 )

@@ -95,7 +95,7 @@ def test_slices_are_samples_of_one_distribution(tmp_path: Path) -> None:
         ({"task": "chain_sums"}, "task 'chain_sums': reasoning-gym has no such generator; close: .*chain_sum"),
         ({"task": "chain_sum", "parameters": {"terms": 2}}, "chain_sum: no parameter 'terms'; it has .*max_terms"),
         ({"task": "codeio"}, "task codeio runs the programs of its data set in this process"),
-        ({"task": "chain_sum", "parameters": {"min_terms": 9}}, "chain_sum: its parameters .* are refused: max_terms must be"),
+        ({"task": "chain_sum", "parameters": {"min_terms": 9}}, "chain_sum: its parameters .* are invalid: max_terms must be"),
     ],
 )
 def test_wrong_tasks_are_named(tmp_path: Path, task: dict[str, Any], message: str) -> None:

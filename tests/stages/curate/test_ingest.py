@@ -726,12 +726,12 @@ def test_a_broken_document_of_json_is_one_fault_with_its_place(tmp_path):
     made = read(tmp_path, folder, config=IngestConfig(max_body_bytes=1024))
     assert sorted(made.read()["body"].to_pylist()) == [b"a", b"b"]
     assert {row["rule"]: row["detail"] for row in made.read("dropped").to_pylist() if "good" not in row["detail"]} == {
-        "malformed_record": "broken.json, row 1: is no JSON: Expecting ':' delimiter, at line 52, column 10; the rest of the file is not read",
-        "truncated_record": "cut.json, row 1: is no JSON: Expecting property name enclosed in double quotes, at line 20, column 17; the rest of the file is not read",
+        "malformed_record": "broken.json, row 1: is not JSON: Expecting ':' delimiter, at line 52, column 10; the rest of the file is not read",
+        "truncated_record": "cut.json, row 1: is not JSON: Expecting property name enclosed in double quotes, at line 20, column 17; the rest of the file is not read",
         "record_too_large": "long.json, row 1: is longer than 6144 bytes; the rest of the file is not read",
     }
     (fault,) = [row["detail"] for row in made.read("dropped").to_pylist() if "good" in row["detail"]]
-    assert fault == "good.json, row 2: is no JSON: Expecting ':' delimiter, at line 3, column 9"
+    assert fault == "good.json, row 2: is not JSON: Expecting ':' delimiter, at line 3, column 9"
 
 
 def test_files_without_a_page_are_told_apart(tmp_path):

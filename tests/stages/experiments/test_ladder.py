@@ -115,7 +115,7 @@ def test_budgets_that_are_too_small_are_refused_before_any_run(store, given, mon
     monkeypatch.setattr(module, "run_trials", lambda *_: pytest.fail("a run was begun"))
     with pytest.raises(PunaError, match=r"width 8 \(.*\) on .* tokens has \d+ steps of 1 rows of 64 tokens, below 400"):
         execute(ladder, SETTINGS, given, store)
-    with pytest.raises(PunaError, match="above max_flops=1e\\+06; leave the width out"):
+    with pytest.raises(PunaError, match="more than max_flops=1e\\+06; leave the width out"):
         execute(ladder, SETTINGS.model_copy(update={"max_flops": 1e6}), given, store)
     for wrong, message in (({"widths": (16, 12, 8)}, "must be positive and increase"), ({"widths": (8, 12, 13)}, "cannot be divided")):
         with pytest.raises(ValidationError, match=message):
@@ -367,7 +367,7 @@ def test_a_chosen_size_leaves_nothing_else_to_set(store, given) -> None:
     wrong = PretrainConfig(model=MODEL, optimizer={"name": "muon"}, phases=(Phase(steps=5),))
     assert [line.partition(":")[0] for line in pretrain.needs(wrong, facts)] == ["model", "optimizer", "phases.0, but for its name,"]
     (both,) = pretrain.needs(PretrainConfig(), Facts({**facts.inputs, "model": (InputFacts("model"),)}, 10**9))
-    assert "give one of the two" in both
+    assert "give only one of the two" in both
     size = execute(choose_size, ChooseSizeConfig(flops=1e12, draws=100), {"law": execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)}, store)
     with pytest.raises(PunaError, match="has rows of 64 tokens, but the size was chosen for 256"):
         execute(pretrain, PretrainConfig(), {**given, "size": size}, store)

@@ -216,7 +216,7 @@ def test_the_held_out_split_is_left_alone(store, corpus) -> None:
 
 def test_wrong_settings_are_refused(store, corpus) -> None:
     for wrong, message in (
-        ({"trials": 4, "categories": 4}, "take 6 at least"),
+        ({"trials": 4, "categories": 4}, "use at least 6"),
         ({"min_share": 0.3, "categories": 4}, "no mixture of 4"),
         ({"max_share": 0.2, "categories": 4}, "no mixture of 4"),
         ({"phase": Phase(join_rows=2)}, "join_rows must be 1"),

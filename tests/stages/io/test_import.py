@@ -295,7 +295,7 @@ def test_a_broken_array_is_named_and_read_on_at_the_next_line(tmp_path: Path) ->
     file.write_text(f'[{good}, {{"prompt": "c" "completion"}}, {good.replace("a", "x")},\n{good.replace("a", "d")}]')
     artifact = made(tmp_path, "instructions", file)
     (row,) = artifact.read("dropped").to_pylist()
-    assert artifact.rows() == 2 and "row 2: is no JSON: Expecting ',' delimiter, at line 1, column 53" in row["detail"]
+    assert artifact.rows() == 2 and "row 2: is not JSON: Expecting ',' delimiter, at line 1, column 53" in row["detail"]
     file.write_text(f"[{good}, ")
     (row,) = made(tmp_path, "instructions", file).read("dropped").to_pylist()
     assert row["rule"] == "truncated_file" and "row 2: the array does not end" in row["detail"]

@@ -94,7 +94,7 @@ def test_text_that_asks_the_question_hides_no_passage() -> None:
 
 @pytest.mark.parametrize("passage", ["{value} of {key}", "{key} and {key} is {value}", "a {key}"])
 def test_passages_that_ask_nothing_are_refused(passage: str) -> None:
-    with pytest.raises(ValueError, match="passage must hold"):
+    with pytest.raises(ValueError, match="passage must contain"):
         NeedleSettings(passage=passage)
 
 

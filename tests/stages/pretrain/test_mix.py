@@ -86,7 +86,7 @@ def test_the_split_and_the_categories_are_those_that_came_in(tmp_path: Path) -> 
         assert made.read(columns=["id", "category", "split"]).equals(came)
         assert {r["repeats"] for r in made.read().to_pylist() if r["split"] == "heldout"} == {1}
     other = corpus(store, {"a": [10] * 51})
-    with pytest.raises(PunaError, match="give the documents that the mixture was made of"):
+    with pytest.raises(PunaError, match="give the documents that the mixture was made from"):
         execute(mix, MixConfig(), {**given_, "documents": other["documents"]}, store)
 
 

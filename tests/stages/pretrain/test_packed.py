@@ -125,7 +125,7 @@ def test_copies_are_watched_once(tmp_path: Path) -> None:
 def test_no_rows_are_an_error(tmp_path: Path) -> None:
     empty = pack(pa.array([], pa.list_(pa.int32())), [], 8)
     pq.write_table(pa.table({"row": pa.array([], pa.int64()), **empty}), tmp_path / "tokens.parquet")
-    with pytest.raises(PunaError, match="nothing to train on"):
+    with pytest.raises(PunaError, match="has no rows to train on"):
         Packed.read(pq.read_table(tmp_path / "tokens.parquet"))
 
 

@@ -156,12 +156,12 @@ def test_sequences_grow_over_the_same_tokens(store, given) -> None:
 
 def test_wrong_options_are_refused() -> None:
     for wrong, message in (
-        ({"ramp": ({"after_tokens": 9, "rows": 3},)}, "rows and length must not fall"),
-        ({"ramp": ({"after_tokens": 9, "rows": 5, "length": 8},)}, "rows and length must not fall"),
+        ({"ramp": ({"after_tokens": 9, "rows": 3},)}, "rows and length must not decrease"),
+        ({"ramp": ({"after_tokens": 9, "rows": 5, "length": 8},)}, "rows and length must not decrease"),
         ({"ramp": ({"after_tokens": 9, "rows": 5}, {"after_tokens": 9, "rows": 6})}, "after_tokens must increase"),
         ({"steps": 0, "until": 9, "ramp": ({"after_tokens": 9, "rows": 5},)}, "be less than until"),
-        ({"until": 9}, "set one of the two"),
-        ({"steps": 0}, "set one of the two"),
+        ({"until": 9}, "set only one of the two"),
+        ({"steps": 0}, "set only one of the two"),
     ):
         with pytest.raises(ValidationError, match=message):
             config(**wrong)

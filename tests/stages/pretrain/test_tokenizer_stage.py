@@ -55,5 +55,5 @@ def test_refuses_a_vocabulary_that_the_text_cannot_fill(store, documents, mixtur
         execute(tokenizer, TokenizerConfig(), {"documents": documents(TEXTS[:1]), "mixture": mixture([(0, "a", "heldout", 1)])}, store)
     with pytest.raises(PunaError, match="names 1 documents that .* does not have"):
         execute(tokenizer, TokenizerConfig(), {"documents": documents(TEXTS[:1]), "mixture": mixture([(7, "a", "train", 1)])}, store)
-    with pytest.raises(PunaError, match="lacks 2 documents of documents/.*, for example 0+1; give the documents that the mixture was made of"):
+    with pytest.raises(PunaError, match="lacks 2 documents of documents/.*, for example 0+1; give the documents that the mixture was made from"):
         execute(tokenizer, TokenizerConfig(), {"documents": documents(TEXTS[:3]), "mixture": mixture([(0, "a", "train", 1)])}, store)
