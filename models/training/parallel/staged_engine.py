@@ -82,7 +82,7 @@ class Wave(Engine):
 
 
 class StagedEngine(Wave):
-    """The engine of one pipeline rank and its first wave. Waves share `sequences` and `memory`. All ranks are asked for the same answers."""
+    """The engine of one pipeline rank and its first wave. Waves share `sequences` and `memory`. All ranks must be asked the same."""
 
     def __init__(
         self, held: Pipelined, tokenizer: Tokenizer | None = None, sequences: int | None = None, step_tokens: int | None = None,
