@@ -109,7 +109,7 @@ def _last_words() -> str:
     keys = {rank: f"words-{rank}" for rank in range(1, count())}
     try:
         words = [mesh.store().get(key).decode() if mesh.store().check([key]) else f"rank {rank}: no report" for rank, key in keys.items()]
-    except mesh.dist.DistError:
+    except RuntimeError:
         return GONE
     return "; ".join(words) + f" (a rank without a report hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
 
@@ -123,7 +123,7 @@ def tell(line: str) -> None:
 
     rank = int(os.environ["RANK"])
     _lines[rank] = _lines.get(rank, 0) + 1
-    with contextlib.suppress(mesh.dist.DistError):
+    with contextlib.suppress(RuntimeError):
         mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
 
 
@@ -152,14 +152,14 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
                 time.sleep(LOOK)
             text = mesh.store().get(f"job-{number}").decode()
             if text == END:
-                return mesh.dist.barrier()
+                return mesh.Mesh(Layout(data=count())).wait()
             do(json.loads(text))
         except Exception as error:
-            gone = isinstance(error, mesh.dist.DistError)
+            gone = isinstance(error, RuntimeError) and mesh.is_of_exchange(error)
             time.sleep(LAST_WORDS * gone)  # an error of rank 0 itself says more
             words = f"rank {os.environ['RANK']}: {GONE if gone else f'{type(error).__name__}: {error}'}"
             print(words, file=sys.stderr)
-            with contextlib.suppress(mesh.dist.DistError):
+            with contextlib.suppress(RuntimeError):
                 mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
             time.sleep(LAST_WORDS)
             raise SystemExit(1) from error
@@ -172,7 +172,7 @@ def finish() -> None:
         from puna.models.training.parallel import mesh
 
         _say(END)
-        mesh.dist.barrier()
+        mesh.Mesh(Layout(data=count())).wait()
 
 
 _told = 0
