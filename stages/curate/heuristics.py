@@ -50,7 +50,6 @@ CURVE = tuple(point / 50 for point in range(51))
 declare_signal(FAILURE, str, "", "why a document was not measured; null where it was", optional=True)
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
 declare_signal("token_kl_excess", float, "nats", "token_kl less what a random sample of the corpus of the same length shows", optional=True)
-# Final characters of lines that C4 keeps.
 FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 
