@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.report import arms, write  # noqa: E402
 from puna.flows.report.run import Run, Step  # noqa: E402
-from puna.stages.prompts.lookups import REPEATED, REPLACED, answers_without_model  # noqa: E402
+from puna.stages.prompts.lookups import EDITS, NUMBERS, REPLACED, WORDS, answers_without_model  # noqa: E402
 from puna.stages.training.intervals import wilson  # noqa: E402
 from puna.storage import PunaError, Store  # noqa: E402
 
@@ -59,7 +59,7 @@ def measured(run: Run) -> dict[str, Any]:
 def _equal_budget(run: Run, one: arms.Arms) -> dict[str, Any]:
     """Return the first round's control arms with as large a budget, and the answers without a model."""
     rows = answers_without_model(run.kind("prompts")[0].artifact.read().to_pylist())
-    right, asked = max((int(sum(rows[name].values())), len(rows[name])) for name in REPEATED)
+    right, asked = max((int(sum(rows[name].values())), len(rows[name])) for name in (NUMBERS, WORDS, EDITS))
     ratios = {name: one.ratio(name, "round") or 0.0 for name in ("ranked", "rl")}
     return {
         "arms": {name: _shares(one, name) | _round_over(one, name) for name, ratio in ratios.items() if ratio >= 1},

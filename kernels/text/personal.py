@@ -29,9 +29,6 @@ class Span(NamedTuple):
 EVERY = (1 << len(Hint)) - 1
 """All hints, for a text whose hints are unknown."""
 
-
-# --- e-mail ----------------------------------------------------------------------------------------------
-
 # An apostrophe is allowed only in names like O'Neil: elsewhere it opens a quotation.
 EMAIL = re.compile(
     r"(?<![\w.%+-])(?:(?:\w[\w.%+-]{0,40}[._+-])?[oO]'(?=[A-Za-z]))?\w[\w.%+-]{0,63}@"
@@ -85,8 +82,6 @@ def _around(sign: str, pattern: re.Pattern[str], text: str) -> Iterator[re.Match
         stop, place = match.end() if match else place + 1, after
 
 
-# --- account and card numbers ----------------------------------------------------------------------------
-
 # A pattern that begins with a rare character, here a digit, is found several times faster than one that begins with a letter.
 IBAN_DIGITS = re.compile(r"\d{2}(?<=[A-Za-z]{2}\d{2})(?<![\w-][A-Za-z]{2}\d{2})(?= ?[A-Za-z0-9]{4})")
 
@@ -130,7 +125,6 @@ ISSUERS = re.compile(
     r"6(?:011|5\d\d|4[4-9]\d)\d{12}|62\d{14,17}|35\d{14}|(?:2131|1800)\d{11}"
 )
 
-
 SAYS_CARD = re.compile(r"\b(?:card|cc|visa|mastercard|maestro|carte|tarjeta|karte)\b[^\n\d]{0,15}$", re.IGNORECASE)
 
 
@@ -162,8 +156,6 @@ def ssns(text: str, _seen: int = EVERY) -> Iterator[Span]:
         yield Span(match.start(), match.end(), "ssn")
 
 
-# --- IP addresses ----------------------------------------------------------------------------------------
-
 IPV4 = re.compile(r"(?<![\w.-])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w-]|\.\d)")
 # Only 2000::/3 is allocated (RFC 4291).
 IPV6 = re.compile(
@@ -192,8 +184,6 @@ def ip_addresses(text: str, seen: int = EVERY) -> Iterator[Span]:
                 yield Span(match.start(), match.end(), "ip_address")
 
 
-# --- phone numbers ---------------------------------------------------------------------------------------
-
 EDGE, END = r"(?<![\w.,+/=#%$€£:-])", r"(?![\w/]|-\d|[.,:]\d)"
 EXTENSION = r"(?: ?(?:x|ext\.?) ?\d{1,5})?"
 WORDS = (
@@ -216,7 +206,6 @@ NATIONAL = re.compile(EDGE + r"(?<!\w\()(?:00[1-9]|0|\(0|\(?[1-9])\d{0,9}\)?(?:[
 PHONE_FORMS = ((INTERNATIONAL, Hint.ABROAD, 9, 20), (NORTH_AMERICAN, Hint.TEN, 10, 16), (FRENCH, Hint.TEN, 10, 10))  # digits
 BEHIND = 2  # characters that the patterns read after a number
 FICTION = re.compile(r"555\D?01\d\d$")
-
 
 YEARS = re.compile(r"(?:19|20)\d\d\D{1,2}(?:19|20)\d\d|\d{1,2}[./-]\d{1,2}[./-](?:19|20)\d\d|(?:19|20)\d\d[./-]\d{1,2}[./-]\d{1,2}")
 
@@ -250,9 +239,6 @@ def _within(stretches: list[tuple[int, int]], pattern: re.Pattern[str], text: st
         yield from pattern.finditer(text, start, stop + BEHIND)
 
 
-# --- postal addresses ------------------------------------------------------------------------------------
-
-
 # Every e-mail address and phone number contains one of these or is beside one: an @, an international prefix, digits in groups, `phone`.
 SAYS_CONTACT = re.compile(
     rf"@|[\[({{]at[\])}}]|\+[1-9]|00[1-9]|\d[-. ]\d{{4}}|\d\d[ .-]\d\d|\b(?:{WORDS}|cell|office)\b|[☎☏📞]", re.IGNORECASE
@@ -280,15 +266,12 @@ def addresses(text: str, _seen: int = EVERY) -> Iterator[Span]:
         yield Span(start, stop, "address")
 
 
-# --- together --------------------------------------------------------------------------------------------
-
 FINDERS: dict[str, Callable[..., Iterator[Span]]] = {
     "email": emails, "iban": ibans, "card": cards, "ssn": ssns, "ip_address": ip_addresses, "address": addresses, "phone": phones,
 }  # fmt: skip
 """Finders in order of certainty: if spans overlap, the earlier finder's span counts. Arguments: a text and, if known, the text's hints."""
 
 NUMBERS = re.compile(r"\d[\d .()/\-]{5,}\d")
-
 
 NEEDED = {
     "email": int(Hint.AT | Hint.HIDDEN_AT), "iban": int(Hint.IBAN), "card": int(Hint.TWELVE), "ssn": int(Hint.SSN),

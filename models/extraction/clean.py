@@ -195,7 +195,6 @@ BOMS = (
 )  # fmt: skip
 WIDE_MARKS = tuple(mark for mark, name in BOMS if name != "utf-8")
 BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}  # how HTML begins in characters of two bytes without a mark
-HIGH = bytes(range(0x80, 0x100))  # bytes that are not ASCII
 SOUND = 9  # minimum sound characters beyond ASCII for each broken one in UTF-8; text in other encodings has fewer than one
 BROKEN = re.compile("[\udcc2-\udcf4][\udc80-\udcbf]+|[\udc80-\udcff]")  # bytes that are not UTF-8, as Python escapes them
 
@@ -243,7 +242,7 @@ def _of_broken(body: bytes) -> str | None:
     """Return the text of a page in UTF-8 with broken characters; None if they are so many that the page is in another encoding."""
     text = body.decode("utf-8", "surrogateescape")
     broken = BROKEN.findall(text)
-    sound = len(text) - len(body.translate(None, HIGH)) - sum(map(len, broken))
+    sound = len(text) - len(body.translate(None, bytes(range(0x80, 0x100)))) - sum(map(len, broken))
     return BROKEN.sub(_meant, text) if sound >= SOUND * len(broken) else None
 
 

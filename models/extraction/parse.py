@@ -11,7 +11,7 @@ from puna.models.bounded_process import BYTES, CHARACTERS, LimitError, Process
 from puna.models.extraction.bounds import counts
 from puna.models.extraction.clean import plain
 from puna.models.extraction.scan import serialise
-from puna.models.extraction.technical import may_be_technical, rewrite_technical
+from puna.models.extraction.technical import HINTS, rewrite_technical
 
 FAILURES = (ValueError, RuntimeError)  # errors of the parser, and numbers out of range
 SECONDS, MEMORY = 10.0, 2 << 30
@@ -52,7 +52,7 @@ def _parse(html: bytes, technical: bool) -> Parsed:
         tree = HTMLTree.parse(html.decode()) if marked else HTMLTree.parse_from_bytes(html, "utf-8")
         title = tree.title or ""
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
-        if technical and may_be_technical(html):
+        if technical and HINTS.any_in(html):
             rewrite_technical(tree, len(html.decode()))
         result = serialise(tree)
     except (HTMLParserException, *FAILURES) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from puna.kernels.text.search import Words
 
-# A page without any of these has nothing to prepare: most pages have none.
+# A page without any of these has nothing for `rewrite_technical`: most pages have none.
 HINTS = Words("<math", "<MATH", "math/tex", "blob-code", "blob-num", "hljs-ln", "CodeMirror", "lineno", "line-number", "gutter")
 NUMBERS = (
     "td.linenos, td.lineno, td.gutter, td.rouge-gutter, td.blob-num, td.hljs-ln-numbers, pre.lineno, pre.linenos, "
@@ -36,11 +36,6 @@ MAX_NESTING = 50  # maximum nesting of one formula
 MAX_FORMULAS = 2000  # maximum formulas of a page, to bound the time; further ones stay as they are
 MAX_SIGNS = 50_000  # maximum elements of a page's formulas, likewise
 MAX_STEPS = 3  # from a cell to its table: row, body, table
-
-
-def may_be_technical(html: bytes) -> bool:
-    """True if a page in UTF-8 may have code or maths for `rewrite_technical`."""
-    return HINTS.any_in(html)
 
 
 def rewrite_technical(tree: Any, size: int) -> bool:
@@ -124,7 +119,6 @@ def tex(node: Any, depth: int = 0) -> str:
         return " ".join((node.text or "").translate(OPERATORS).split())
     if tag in INVISIBLE:
         return INVISIBLE[tag]
-    # A slice is a list, see above.
     children = [child for child in node.child_nodes[:] if child.tag != "#comment" and (child.tag != "#text" or child.text.strip())]
     parts = [tex(child, depth + 1) for child in children]
     if tag == "msqrt":

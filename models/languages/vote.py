@@ -161,13 +161,8 @@ def _votes(texts: list[str], group: NDArray[np.int64]) -> list[Found]:
                 scripts[row] = ZAWGYI
             reliable, answers = _cld2(text)
             answers = [(SORANI if code == "ku" and number == ARAB else _code(code), share) for code, share in answers]
-            if (
-                reliable
-                and len(text) >= ENOUGH
-                and answers[0][1] >= ALONE_FROM
-                and answers[0][0] not in ABSORBING
-                and answers[0][0] in panel.places
-            ):
+            sure = reliable and len(text) >= ENOUGH and answers[0][1] >= ALONE_FROM
+            if sure and answers[0][0] in panel.places and answers[0][0] not in ABSORBING:
                 result[row] = Found(*answers[0], scripts[row])
             else:
                 by_cld2[row] = _shares(answers, panel)

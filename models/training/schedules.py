@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Ramp:
 
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 def learning_rate(

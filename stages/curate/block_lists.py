@@ -50,10 +50,10 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
     not_a_word, …)."""
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
-    for number, (entries, bad) in enumerate(run.map(_read, jobs, rows=len(jobs))):
+    for job, (entries, bad) in zip(jobs, run.map(_read, jobs, rows=len(jobs)), strict=True):
         tables.append(entries)
-        place = f"{jobs[number].source}/{jobs[number].file.name}"
-        run.write_rows([{"id": f"{place}:{line}", "rule": rule, "detail": text} for line, rule, text in bad], "dropped")
+        rows = [{"id": f"{job.source}/{job.file.name}:{line}", "rule": rule, "detail": text} for line, rule, text in bad]
+        run.write_rows(rows, "dropped")
     first = pa.concat_tables(tables).group_by(["kind", "entry"]).aggregate([("rule", "min")]).rename_columns(["kind", "entry", "rule"])
     run.write(first)
     for rule, count in sorted(Counter(first["rule"].to_pylist()).items()):

@@ -50,7 +50,6 @@ CURVE = tuple(point / 50 for point in range(51))
 declare_signal(FAILURE, str, "", "why a document was not measured; null if it was", optional=True)
 declare_signal("token_kl", float, "nats", "Kullback-Leibler divergence of the document's words from the corpus's", optional=True)
 declare_signal("token_kl_excess", float, "nats", "token_kl minus that of random text of the same length", optional=True)
-# Characters that end a line which C4 keeps.
 FINAL_PUNCTUATION = (".", "?", "!", '"')
 
 

@@ -235,11 +235,10 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield one job per file. Raise PunaError, before pages are read, for an ARC archive, a Parquet file without the named columns, or an
-    unknown name in `config.inputs`."""
-    if unknown := sorted(set(config.inputs) - {external.name for external in inputs}):
-        there = ", ".join(external.name for external in inputs)
-        raise PunaError(f"ingest.inputs names {unknown[0]!r}, and no input has this name; they are {there}")
+    """Yield a job per file. First, PunaError for an ARC archive, a Parquet file without a named column, an unknown name in `inputs`."""
+    names = [external.name for external in inputs]
+    if unknown := sorted(set(config.inputs).difference(names)):
+        raise PunaError(f"ingest.inputs names {unknown[0]!r}, and no input has this name; they are {', '.join(names)}")
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
 
     def format_(external: External, file: ExternalFile) -> str | None:

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from puna.stages import urls
 from puna.stages.contract import Documents, SeededConfig, Signals, StageConfig, StageRun, stage
+from puna.stages.curate.select import signals_of
 from puna.stages.draws import uniform
 from puna.stages.training.corpus import of_part
 from puna.storage import Artifact, Part, PunaError
@@ -97,15 +98,7 @@ def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: Split
 
 def _signal(ids: pa.ChunkedArray, signals: Sequence[Artifact], name: str) -> pa.ChunkedArray:
     """Return the signal `name` of each id. Raise PunaError if a document has no row of signals."""
-    artifact = next(artifact for artifact in signals if name in artifact.columns())
-    own = artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", name])
-    place = pc.index_in(ids, own["id"].combine_chunks())
-    if place.null_count:
-        missing = ids.filter(pc.is_null(place))[0].as_py()
-        raise PunaError(
-            f"{artifact.id} has no row for {place.null_count} documents of a part, for example {missing}; score these documents first"
-        )
-    return own[name].take(place)
+    return signals_of(next(artifact for artifact in signals if name in artifact.columns()), ids, [name])[name]
 
 
 def _amounts(rows: pa.Table, sides: Sides) -> tuple[dict[str, int], int, int]:

@@ -28,8 +28,6 @@ TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
 MOST = 1_000
 """Maximum number of held-out questions, and of gold answers, to use."""
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
-REPEATED = (NUMBERS, WORDS, EDITS)
-"""Names of the baselines that repeat the gold answer of the nearest training question."""
 REPLACED, MAJORITY = "nearest by edits, differing tokens replaced", "majority by form"
 
 

@@ -23,9 +23,7 @@ def microseconds(at: datetime) -> int:
 
 
 def moment(value: Any) -> int | None:
-    """Return a time in microseconds since 1970; 0 for None or ""; None for any other value or year.
-
-    `value`: a date or time, ISO text, a number or digits: YYYYMMDD[hhmmss], or (milli)seconds since 1970."""
+    """Return a time, ISO text, YYYYMMDD[hhmmss] or (milli)seconds since 1970 in microseconds; 0 for None or ""; None for other values."""
     try:
         time = _moment(value)
     except (ValueError, OverflowError):

@@ -84,8 +84,7 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
     if not candidates:
         there = ", ".join(names) or "none"
         raise PunaError(f"{where}: no field holds text; it has {there}. Name it with --columns text=FIELD or html=FIELD")
-    # An address that some rows lack is not used, as in `sniff`.
-    addresses = [name for name in names if all(name in row for row in rows)]
+    addresses = [name for name in names if all(name in row for row in rows)]  # one that some rows lack is not used, as in `sniff`
     url = next((name for usual in URL for name in addresses if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
     date = next((name for name in DATE_COLUMNS if any(moment(row.get(name)) for row in rows)), None)
     return Found(candidates[0], candidates[0] in html, url, date, tuple(names))

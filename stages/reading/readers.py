@@ -173,8 +173,7 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.body} {_type_named(body)}")
     url = field_at(row, columns.url or "url")
     if not isinstance(url, str) or "://" not in url:
-        absent = url is None and columns.url is not None and columns.url.split(".")[0] in row
-        if columns.url is not None and not isinstance(url, str) and not absent:
+        if columns.url is not None and not isinstance(url, str) and (url is not None or columns.url.split(".")[0] not in row):
             return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.url} {_type_named(url)}")
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not is_text(url):

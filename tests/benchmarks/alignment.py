@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / ".pkg"))
 
 from puna.flows.report import arms  # noqa: E402
 from puna.flows.report.arms import Arms  # noqa: E402
-from puna.stages.prompts.lookups import REPEATED, answers_without_model  # noqa: E402
+from puna.stages.prompts.lookups import EDITS, NUMBERS, WORDS, answers_without_model  # noqa: E402
 from puna.stages.training.intervals import paired_difference  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
 
@@ -106,7 +106,7 @@ def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:
         for seed, steps in made.items() if names["round"] in steps
     }  # fmt: skip
     return {
-        "lookup_right_max": max(sum(rows[name].values()) / len(rows[name]) for rows in without.values() for name in REPEATED),
+        "lookup_right_max": max(sum(rows[name].values()) / len(rows[name]) for rows in without.values() for name in (NUMBERS, WORDS, EDITS)),
         "budget_ratio_min": min(ratios, default=None),
         "round_over_before": gain(first, "accuracy", lambda _: "before"),
         "round_over_equal_cpu": gain(first, "accuracy", strongest("accuracy", others, as_many_seconds)),

@@ -22,6 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 HERE = Path(__file__).parent
 SPEED_BYTES = 6_000_000
 RECALL_TEXTS = 1500
@@ -65,11 +68,19 @@ def prepare() -> None:
         peers.python(name)
 
 
+def near_duplicates(texts: list[str]) -> Any:
+    """Return what `minhash_dedup` would remove among texts in memory, as positions; the longest is preferred, then the first."""
+    from puna.stages.curate.minhash.config import MinhashDedupConfig
+    from puna.stages.curate.minhash.decide import at_once
+
+    column = pa.chunked_array([pa.array(texts, pa.large_string())])
+    table = pa.table({"text": column, "fetched_at": np.zeros(len(column), np.int64), "source": pa.repeat("", len(column))})
+    return at_once(table, None, MinhashDedupConfig())[0]
+
+
 def figures() -> dict[str, float]:
     """Return ratios (above 1: Puna is faster), CPU seconds of each side, and recall."""
     import peers
-
-    from puna.stages.curate.minhash.decide import near_duplicates
 
     texts = corpus(SPEED_BYTES)
     own, _ = best(lambda: near_duplicates(texts))
@@ -118,7 +129,6 @@ def recall() -> dict[str, float]:
     """Return the share of pairs with a Jaccard similarity of at least 0.8 (by brute force over Python sets) of which one is removed; the
     number of removed documents less similar to their survivor; and the number of all removed documents."""
     from puna.kernels.text.shingles import normalize
-    from puna.stages.curate.minhash.decide import near_duplicates
 
     texts = corpus(SPEED_BYTES)[-RECALL_TEXTS:]
     generator = random.Random(1)

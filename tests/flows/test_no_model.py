@@ -11,7 +11,7 @@ import yaml
 
 from puna.flows.engine.trace import flow_named, load, trace
 from puna.stages.contract import execute
-from puna.stages.prompts.lookups import EDITS, MAJORITY, NUMBERS, REPEATED, REPLACED, WORDS, answers_without_model
+from puna.stages.prompts.lookups import EDITS, MAJORITY, NUMBERS, REPLACED, WORDS, answers_without_model
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Store
 
@@ -56,5 +56,5 @@ def test_no_gold_answer_of_a_recipe_is_right_for_a_held_out_question(recipe: str
     rows = answers_without_model(asked, trusted=True)
     for task in tasks:
         held = [row["id"] for row in asked if row["task"] == (task.name or task.task) and row["split"] == "heldout"]
-        shares = {name: sum(rows[name][one] for one in held) / len(held) for name in REPEATED}
+        shares = {name: sum(rows[name][one] for one in held) / len(held) for name in (NUMBERS, WORDS, EDITS)}
         assert len(held) == size["heldout"] and max(shares.values()) <= MOST, (task.task, shares)

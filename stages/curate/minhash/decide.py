@@ -168,18 +168,6 @@ def _array(column: pa.ChunkedArray, kind: np.dtype[Any]) -> NDArray[Any]:
     return np.concatenate(results)
 
 
-def near_duplicates(texts: list[str] | pa.Array | pa.ChunkedArray, config: MinhashDedupConfig | None = None) -> Found:
-    """Return the near-duplicates that `minhash_dedup` would remove among texts in memory. Rows are positions in `texts`.
-
-    Texts have no source, time or score, so the longest is preferred, then the first. Memory: about twice the size of the texts.
-    """
-    config = config or MinhashDedupConfig()
-    column = texts if isinstance(texts, pa.ChunkedArray) else pa.chunked_array([pa.array(texts, pa.large_string())])
-    nothing = np.zeros(len(column))
-    same = {"fetched_at": nothing.astype(np.int64), "source": pa.repeat("", len(column))}
-    return at_once(pa.table({"text": column, **same}), None, config)[0]
-
-
 def at_once(table: pa.Table, signals: Artifact | None, config: MinhashDedupConfig) -> tuple[Found, int]:
     """Return the removals among the documents of `table` as row numbers, and the number of candidates."""
     from puna.stages.curate.minhash.near_duplicates import components

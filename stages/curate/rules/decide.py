@@ -154,11 +154,9 @@ def judges(rule: Rule, table: pa.Table, sources: pa.ChunkedArray) -> NDArray[np.
 
 def abstentions(rules: Iterable[Rule | SqlRule], table: pa.Table, languages: pa.Table) -> dict[str, int]:
     """Return rule → number of documents of its kinds and sources that it skips, as their languages have no factor for its signal."""
-    factors, counts = factors_of(languages, table), {}
-    for rule in rules:
-        if isinstance(rule, Rule) and rule.drop.signal in factors:
-            counts[rule.name] = int((judges(rule, table, table["source"]) & np.isnan(factors[rule.drop.signal])).sum())
-    return {name: count for name, count in counts.items() if count}
+    without = {signal: np.isnan(factor) for signal, factor in factors_of(languages, table).items()}
+    judged = [(rule, judges(rule, table, table["source"])) for rule in rules if isinstance(rule, Rule) and rule.drop.signal in without]
+    return {rule.name: count for rule, mask in judged if (count := int((mask & without[rule.drop.signal]).sum()))}
 
 
 def fires(rule: Rule, table: pa.Table, sources: pa.ChunkedArray, factors: Factors | None = None) -> NDArray[np.bool_]:

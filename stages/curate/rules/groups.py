@@ -146,7 +146,6 @@ class GopherQualityRules(WebRules):
 
     min_words: Count = below("words", 50, "Minimum number of words")
     max_words: Count = above("words", 100_000, "Maximum number of words")
-    # Not measured for scripts written without spaces.
     min_mean_word_length: Ratio = below("mean_word_length", 3.0, "Minimum mean length of words, in characters", "keep")
     max_mean_word_length: Ratio = above("mean_word_length", 10.0, "Maximum mean length of words, in characters", "keep")
     max_hash_ratio: Ratio = above("hash_ratio", 0.1, "Maximum number of # per word")
@@ -169,7 +168,6 @@ class C4Rules(WebRules):
     max_lorem_ipsum_lines: Count = above("c4_open_lorem_ipsum_lines", 0, "Maximum number of lines with 'lorem ipsum'")
     max_terminated_curly_bracket_lines: Count = above("c4_curly_bracket_lines", None, "Maximum terminated lines with '{'; C4: 0")
     max_terminated_lorem_ipsum_lines: Count = above("c4_lorem_ipsum_lines", None, "Maximum terminated lines with 'lorem ipsum'; C4: 0")
-    # Not measured for scripts written without spaces.
     min_sentences: Count = below("c4_open_sentences", 5, "Minimum number of sentences in the lines that C4 keeps", "keep")
     min_terminated_sentences: Count = below("c4_sentences", None, "Minimum sentences in lines with terminal punctuation; C4: 5", "keep")
 
@@ -179,7 +177,6 @@ class FineWebRules(WebRules):
 
     min_lines: Count = below("lines", 1, "Minimum number of lines that are not blank")
     min_terminated_lines: Share = below("terminated_line_fraction", 0.12, "Minimum share of lines that end a sentence")
-    # Not measured for scripts written without spaces.
     max_short_lines: Share = above("short_line_fraction", 0.67, "Maximum share of lines of at most 30 characters", "keep")
     max_repeated_line_characters: Share = above("repeated_line_character_fraction", 0.1, "Maximum share of characters in repeated lines")
     max_newline_ratio: Ratio = above("newline_ratio", 0.3, "Maximum number of newlines per word")
