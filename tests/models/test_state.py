@@ -134,3 +134,11 @@ def test_two_processes_with_one_pid_write_one_value(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "replace", late)
     assert state.cached_json(file, lambda: 1) == 1 and [*tmp_path.iterdir()] == [file]
+
+
+def test_writers_of_several_machines_that_have_one_pid_write_to_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = list[str]()
+    monkeypatch.setattr(state, "publish", lambda temporary, final: names.append(temporary.name))
+    for _ in range(2):
+        state.write_state(tmp_path, 3, {}, '{"step": 3}')
+    assert len(set(names)) == 2 and all(name.startswith(".step-000000003.") for name in names)

@@ -78,9 +78,11 @@ def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: i
 
 def scales_of(model: Transformer, variant: str) -> dict[str, float]:
     """Return the factors of a variant's learning rates."""
-    from puna.stages.training.lora import learning_rate_scales
+    if variant not in ADAPTERS:
+        return {}
+    from puna.stages.training.lora import learning_rate_scales  # needs packages that a machine with a GPU may lack
 
-    return learning_rate_scales(model, LoraSettings(**ADAPTERS[variant])) if variant in ADAPTERS else {}
+    return learning_rate_scales(model, LoraSettings(**ADAPTERS[variant]))
 
 
 def teacher(layout: Layout, mesh: Mesh, variant: str) -> Transformer:
