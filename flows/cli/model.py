@@ -202,7 +202,7 @@ def _check_room(engine: Engine, prompt: int, answer: int) -> None:
 
 def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:
     if raw and not all(isinstance(one, str) for one in prompts):
-        raise PunaError("--raw goes on from texts; messages need the chat template")
+        raise PunaError("--raw continues texts; messages need the chat template")
     if raw:
         return [[*tokenizer.lead, *tokenizer.encode(one)] for one in prompts]
     return [tokenizer.chat(_messages(one)) for one in prompts]

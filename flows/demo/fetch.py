@@ -39,11 +39,13 @@ Received = Callable[[int], None]
 
 
 def default_cache() -> Path:
+    """Return the user's cache folder for downloaded packages."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "puna" / "packages"
 
 
 def cached_path(cache: Path, package: Package) -> Path:
+    """Return the path of a package's verified file in the cache."""
     return cache / f"{package.sha256[:16]}-{package.filename}"
 
 

@@ -65,6 +65,7 @@ def _response(page: Page) -> bytes:
 
 
 def _record(kind: str, identity: str, date: str, about: dict[str, str], block: bytes) -> bytes:
+    """Return a WARC record as one gzip member."""
     headers = {"WARC-Type": kind, "WARC-Record-ID": f"<urn:uuid:{uuid.uuid5(SAMPLE, identity)}>", "WARC-Date": date, **about}
     headers |= {"WARC-Block-Digest": _digest(block), "Content-Length": str(len(block))}
     head = "\r\n".join(["WARC/1.1", *(f"{name}: {value}" for name, value in headers.items())])

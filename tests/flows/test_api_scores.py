@@ -139,7 +139,7 @@ def test_offsets_point_into_the_text(client, prompt):
         ({"prompt": [[1], [99999]]}, "prompt", "token ids lie in"),
         ({"prompt": [[1]] * 21}, "prompt", "a request may have at most 20 answers"),
         ({"prompt": [[1]] * 11, "n": 2}, "prompt", "a request may have at most 20 answers"),
-        ({"prompt": [[1] * 60] * 2}, "prompt", "120 tokens together"),
+        ({"prompt": [[1] * 60] * 2}, "prompt", "120 tokens in total"),
         ({"prompt": [1] * 97, "echo": True, "max_tokens": 0}, "max_tokens", "exceed the model's context of 96"),
         ({"prompt": [[1], [2]], "stream": True}, "prompt", "leave stream out"),
         ({"echo": True, "stream": True}, "echo", "leave stream out"),

@@ -51,7 +51,7 @@ def test_pages_without_an_address_are_kept(tmp_path: Path, name: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     choices = look(External.resolve(str(file)), [], ())
-    assert any(f"its address {name}" in line for line in choices.said)
+    assert any(f"URL in {name}" in line for line in choices.said)
     config = load("clean", choices.changes, "curate", "clean").one("ingest", ingest, IngestConfig)
     pages = execute(ingest, config, {"inputs": External.resolve(str(file))}, Store.open(tmp_path / "store"))
     assert pages.rows() == len(rows) and "https://x.org/1" in pages.read()["url"].to_pylist()
@@ -153,7 +153,7 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PunaError, match=r"out\.jsonl: cannot be written, since .*file is a file"):
         clean(["x.jsonl"], tmp_path / "file" / "out.jsonl", store)
-    with pytest.raises(PunaError, match="there is no such file"):
+    with pytest.raises(PunaError, match="no such file or folder"):
         clean([str(tmp_path / "nothing")], tmp_path / "out", store)
     (tmp_path / "empty.jsonl").write_text('{"text": "  "}\n')
     with pytest.raises(PunaError, match="no field holds text|contains text"):

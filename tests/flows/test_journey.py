@@ -25,7 +25,7 @@ COLOURS = ["red", "green", "blue", "white", "black"]
 
 def journey() -> list[list[str]]:
     """Return the words of the README's five commands."""
-    section = README.read_text(encoding="utf-8").partition("## A model and data from elsewhere")[2]
+    section = README.read_text(encoding="utf-8").partition("## Your model and data")[2]
     block = section.partition("\n\n    ")[2].partition("\n\n")[0]
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 

@@ -51,7 +51,7 @@ def test_the_forms_are_kept_up_to_date_after_an_unreadable_file(monkeypatch: pyt
     monkeypatch.setattr(deployments, "FRESH_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         deployments._offer(Offering(), None, {}, True)
-    assert "forms are not kept up to date: a stale file handle" in capsys.readouterr().err
+    assert "forms could not be updated: a stale file handle" in capsys.readouterr().err
 
 
 def test_a_round_is_due_once_for_so_many_that_no_policy_learned_from(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_a_port_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_layout_of_other_processes_is_refused_by_name():
     settings = PretrainConfig(compute={"layout": {"tensor": 2}})
-    with pytest.raises(PunaError, match=r"compute.layout = tensor 2 needs 2 processes, and 1 run; start with --processes 2"):
+    with pytest.raises(PunaError, match=r"compute.layout = tensor 2 needs 2 processes, but 1 run; start with --processes 2"):
         check(pretrain, settings)
 
 

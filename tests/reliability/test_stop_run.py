@@ -39,7 +39,7 @@ def test_a_stopped_run_says_what_is_saved_and_goes_on_from_there(name: str, work
     stopped, command = puna(tmp_path, name, workers)
     assert stopped.returncode not in (0, -signal.SIGINT), stopped.stderr[-2000:]
     assert re.search(rf"^Stopped\. {name}: {SAVED[name, workers]}\. Go on with: {re.escape(command)}$", stopped.stdout, re.M), stopped.stdout
-    assert ("the step in progress ends and is saved first" in stopped.stderr) == (name in ("stopped_training", "stopped_call"))
+    assert ("the step in progress is finished and saved" in stopped.stderr) == (name in ("stopped_training", "stopped_call"))
     (tmp_path / "again").touch()
     resumed, _ = puna(tmp_path, name, workers)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
