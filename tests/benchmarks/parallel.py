@@ -2,7 +2,7 @@
 
     python tests/benchmarks/parallel.py --json [--kills 20]
 
-Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, and layouts x models, whose gradients and log
+Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, layouts x models, and rows of the tests, whose gradients and log
 are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over 16
 ranks; `load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the bytes that it keeps;
 `load_weights_ratio` is the same for a model's weights, and `load_weights_memory_ratio` the memory that a rank takes for them over the bytes
@@ -31,6 +31,7 @@ from puna.stages.executors import ranks as processes  # noqa: E402
 from tests.benchmarks import published_plans  # noqa: E402
 from tests.parallel.cases import MODELS, OBJECTIVES  # noqa: E402
 from tests.parallel.pool import Pool  # noqa: E402
+from tests.parallel.rows import ROWS  # noqa: E402
 
 EQUAL = 1e-5
 VARIANTS = {
@@ -49,14 +50,16 @@ def size(layout: dict[str, int]) -> int:
 
 
 def equality(pool: Pool) -> dict[str, float]:
-    """Compare each layout and objective, and the models of one axis, with one process."""
+    """Compare each layout and objective, the models of one axis, and the rows of the tests, with one process."""
     layouts = [*(dict.fromkeys(sorted(axes), 2) for axes in PROVED), INTERLEAVED, {"data": 2, **INTERLEAVED}]
     jobs = [(layout, objective, "moe" if "expert" in layout else "plain") for layout in layouts for objective in OBJECTIVES]
     jobs += [({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants]
     differences = []
-    for layout, objective, variant in jobs:
-        results = pool.run("compare", size(layout), layout=layout, objective=objective, variant=variant)
-        differences.append(max(max(one["gradients"], one["rows"]) for one in results))
+    given = [{"layout": layout, "objective": objective, "variant": variant} for layout, objective, variant in jobs]
+    given += [{"layout": r.layout, "objective": r.objective, "variant": r.variant, **r.more} | ({"size": r.size} if r.size else {}) for r in ROWS]
+    for one in given:
+        results = pool.run("compare", size(one["layout"]), **one)
+        differences.append(max(max(result["gradients"], result["rows"]) for result in results))
     return {"combinations_proved": sum(one <= EQUAL for one in differences), "worst_relative_difference": max(differences)}
 
 
