@@ -259,4 +259,6 @@ def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
         artifact = store.resolve(law)
     except PunaError as error:
         raise PunaError(f"{error}; to fit a law, use `puna run ladder`, then `puna run law … --as law`") from error
-    return execute(choose_size, config.replace(heldout=artifact.manifest.config.get("heldout", config.heldout)), {"law": artifact}, store)
+    made = execute(choose_size, config.replace(heldout=artifact.manifest.config.get("heldout", config.heldout)), {"law": artifact}, store)
+    store.set_alias(f"forecast@{made.key[:16]}", made)  # `gc` keeps what an alias names: the outcome may come much later
+    return made

@@ -331,6 +331,7 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
         return [json.loads(line) for line in runner.invoke(app, ["predict", "--outcomes", "--json", *place]).stdout.splitlines()]
 
     size = store.resolve(forecast["id"])
+    assert store.alias(f"forecast@{size.key[:16]}") == size  # so that `gc` keeps it
     assert [(row["forecast"], row["model"], row["measured"], row["inside"]) for row in outcomes()] == [(size.key, None, None, None)]
     recipe = yaml.safe_load(Path(forecast["recipe"]).read_text())["pretrain"]
     config = PretrainConfig(**recipe, validation_share=0.05)
