@@ -139,11 +139,13 @@ def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun)
 
 
 def _prompt(texts: Sequence[str], keys: Sequence[str], split: str, config: LongPromptsConfig, draw: np.random.Generator) -> dict[str, Any]:
-    """Return one row of the prompts table: consecutive texts, starting at a random one, with passages inserted between their lines."""
-    text, at = "", int(draw.integers(len(texts)))
+    """Return one row of the prompts table: consecutive texts from a random line of a random one on, with passages between their lines."""
+    at = int(draw.integers(len(texts)))
+    text = texts[at].strip()
+    text = text[text.rfind("\n", 0, int(draw.integers(max(0, len(text) - config.characters) + 1))) + 1 :]
     while len(text) < config.characters:
-        text += texts[at % len(texts)].strip()[: config.characters] + "\n\n"
         at += 1
+        text += "\n\n" + texts[at % len(texts)].strip()[: config.characters]
     lines = text[: config.characters].rstrip().split("\n")
     asked = draw.choice(np.asarray(keys, object), config.passages, replace=False).tolist()
     values = (100 + draw.choice(900, config.passages, replace=False)).tolist()

@@ -118,6 +118,19 @@ def test_a_long_text_holds_the_number_asked_for(texts: Artifact, tmp_path: Path,
     assert len({row["reference"] for row in rows}) > 40
 
 
+def test_long_prompts_begin_at_lines_all_over_a_long_text(tmp_path: Path) -> None:
+    long = "\n".join(f"line {line:03}" for line in range(400))
+    rows = [{"id": f"{i:02}", "text": long, "source": "s", "url": "u", "fetched_at": datetime(2026, 1, 1, tzinfo=UTC)} for i in range(8)]
+    documents = table(Store.open(tmp_path), "documents", rows)
+    config = LongPromptsConfig(train=30, heldout=10, characters=900, passages=1, passage="{key}: {value}")
+    begins = []
+    for row in execute(long_prompts, config, {"documents": documents}, Store.open(tmp_path)).read().to_pylist():
+        lines = [line for line in content_of(messages_of(row)[0]).split("\n") if line.startswith("line ")]
+        assert lines == [f"line {number:03}" for number in range(int(lines[0][5:]), int(lines[0][5:]) + len(lines))] and len(lines) == 100
+        begins.append(int(lines[0][5:]))
+    assert len(set(begins)) > 25 and min(begins) < 100 and max(begins) > 200
+
+
 def test_braces_in_a_passage_stay_as_they_are(texts: Artifact, tmp_path: Path) -> None:
     config = LongPromptsConfig(train=1, heldout=0, characters=200, passages=1, passage='{"{key}": {value}}', question="Which {number} has {key}?")
     (row,) = execute(long_prompts, config, {"documents": texts}, Store.open(tmp_path)).read().to_pylist()
