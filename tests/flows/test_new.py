@@ -45,7 +45,7 @@ def test_a_name_that_is_no_package_is_refused(tmp_path: Path, name: str) -> None
     with pytest.raises(PunaError, match="the name is the package's"):
         new(tmp_path / name)
     (tmp_path / "there").mkdir()
-    with pytest.raises(PunaError, match="is there already"):
+    with pytest.raises(PunaError, match="already exists"):
         new(tmp_path / "there")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

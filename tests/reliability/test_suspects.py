@@ -113,7 +113,7 @@ def test_a_run_says_that_it_reads_or_makes_anew_a_suspect(tmp_path: Path) -> Non
     damaged(world.documents)  # flipping the same bit restores the file
     with session(world.store, flow="test", workers=1, json=True) as now:
         lines: list[str] = []
-        now.console.say = lines.append  # type: ignore[method-assign]
+        now.console.say = lambda text, **_: lines.append(text)  # type: ignore[method-assign]
         now.perform(rot_measuring, RotConfig(turn=7), {"documents": world.kept}, "measure")
         now.perform(rot_keeping, RotConfig(), {"documents": world.documents}, "keep")
         now.perform(rot_measuring, RotConfig(turn=7), {"documents": world.kept}, "measure")

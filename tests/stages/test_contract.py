@@ -128,7 +128,7 @@ def test_a_lost_row_is_an_error_and_nothing_is_committed(tmp_path: Path) -> None
 def test_a_row_counted_twice_in_place_of_another_is_an_error(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     given = {"documents": documents(store, ["a", "b", "c"])}
-    with pytest.raises(PunaError, match=f"{0:032x} is there 1 times too often; {1:032x} is lost"):
+    with pytest.raises(PunaError, match=f"{0:032x} occurs 1 times too often; {1:032x} is lost"):
         execute(confusing, ShorteningConfig(), given, store)
 
 

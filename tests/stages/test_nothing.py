@@ -37,7 +37,7 @@ def empty(store: Store, kind: str) -> Artifact:
 CASES: list[tuple[Any, Any, dict[str, str], str]] = [
     (
         train_classifier, TrainClassifierConfig(), {"documents": "documents"},
-        "train_classifier: 0 documents have a label, of no class; two classes are needed. The documents have the sources none",
+        "train_classifier: 0 documents have a label, of no class, but two classes are needed. The documents have the sources none",
     ),
     (tokenizer, TokenizerConfig(), {"documents": "documents"}, "documents/.* has no training documents with text"),
     (instructions, InstructionsConfig(), {"prompts": "prompts"}, "instructions: prompts/.* has no training prompts"),

@@ -123,7 +123,7 @@ def test_a_dotted_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("missing.py", None, "there is no such file"),
+        ("missing.py", None, "no such file"),
         ("my-stage.py", "", "its name must be a Python name"),
         ("json.py", "", "there is another module named json"),
         ("own_wrong.py", "x = 1\nx.y", r"cannot be imported: AttributeError: .*own_wrong.py, line 2\)"),

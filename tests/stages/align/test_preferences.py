@@ -195,7 +195,7 @@ def test_answers_to_other_prompts_are_refused(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     one = tables(store, {"A": [("1", 0.0), ("2", 0.0)]})
     two = tables(store, {"A": [("1", 0.0)]})
-    with pytest.raises(PunaError, match="answer A1: its prompt 0+1 is not among"):
+    with pytest.raises(PunaError, match="answer A1: its prompt 0+1 is not in"):
         execute(preferences, CONFIG, {"answers": one["answers"], "prompts": two["prompts"]}, store)
 
 

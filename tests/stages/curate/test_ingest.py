@@ -675,7 +675,7 @@ def test_a_table_of_text(tmp_path, ending, before, delimiter):
     found = {row["url"]: row["body"].decode() for row in made.read().to_pylist()}
     assert found == {f"https://x.org/{n}": text for n, text in enumerate(texts)}
     (dropped,) = made.read("dropped").to_pylist()
-    assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 5: has 1 cells, the header has 2")
+    assert dropped["rule"] == "malformed_record" and dropped["detail"].endswith("row 5: has 1 cells, but the header line has 2")
 
 
 @pytest.mark.parametrize(("ending", "delimiter"), [("csv", ","), ("tsv", "\t")])

@@ -232,7 +232,7 @@ def test_the_best_score_survives_whatever_the_length(tmp_path):
     assert survivor([None, None, None, None]) == ["3"]
     with pytest.raises(PunaError, match="no signal 'other'; it has quality"):
         survivor([1, 1, 1, 1], score="other")
-    with pytest.raises(PunaError, match="give the signals"):
+    with pytest.raises(PunaError, match="give signals that contain the score"):
         execute(minhash_dedup, MinhashDedupConfig(survivor="best_score"), {"documents": documents}, store)
 
 

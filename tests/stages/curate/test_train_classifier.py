@@ -115,7 +115,7 @@ def test_classes_may_have_white_space(world):
 def test_one_class_is_none(world, make_documents):
     store, _ = world
     documents = make_documents(store, [("a", "web", "x"), ("b", "web", "y")])
-    with pytest.raises(PunaError, match="2 documents have a label, of other; two classes are needed. The documents have the sources web"):
+    with pytest.raises(PunaError, match="2 documents have a label, of other, but two classes are needed. The documents have the sources web"):
         execute(train_classifier, TrainClassifierConfig(**SMALL), {"documents": documents}, store)
 
 

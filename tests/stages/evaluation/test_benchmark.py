@@ -211,7 +211,7 @@ def test_several_answers(store: Store, model: Make, task: Task) -> None:
     assert found["verified"] == (2 / 4 + 1 / 4) / 2 and found["pass@4"] == 1
     assert found["pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2) and found["majority@4"] == 0.5
     assert [column.metric for column in verified_columns([[1.0]], [["a"]])] == ["verified"]
-    with pytest.raises(PunaError, match="4 answers at temperature 0 are all alike"):
+    with pytest.raises(PunaError, match="4 answers at temperature 0 are all equal"):
         answered(store, model(), task(rows, repeats=4, **GENERATED), BenchmarkConfig(temperature=0.0), answers)
 
 

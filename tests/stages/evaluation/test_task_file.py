@@ -33,7 +33,7 @@ def loaded(external: External, limit: int | None = None, shots: int | None = Non
     (b"task: t\nprocess_docs: !function utils.docs\n", "t.yaml: !function utils.docs names a Python function, which is not run"),
     (text(dataset_path="gsm8k"), "dataset_path: Input should be 'json', 'parquet' or 'csv'"),
     (text(fewshot_config={"sampler": "default"}), "fewshot_config.sampler: Input should be 'first_n'"),
-    (text(metric_list=[{"metric": "f1"}]), "metric_list: 'f1' is not supported for generate_until; use exact_match"),
+    (text(metric_list=[{"metric": "f1"}]), "metric_list: 'f1' is not supported for generate_until; use one of exact_match"),
     (text(metric_list=[{"metric": "exact_match", "aggregation": "median"}]), "the aggregation 'median' is not supported, only mean"),
     (text(metric_list=[{"metric": "exact_match", "hf_evaluate": True}]), "hf_evaluate: no such field"),
     (text(filter_list=[{"name": "x", "filter": [{"function": "custom"}]}]), "the function 'custom' is not supported"),
@@ -78,7 +78,7 @@ def test_examples_are_fixed_and_never_the_question(task: Callable[..., External]
     assert [shot.target for shot in given.examples(given.documents[0])] == ["y", "y"]
     with pytest.raises(PunaError, match=r"num_fewshot is 2: give fewshot_config samples, or a fewshot_split"):
         loaded(task(rows, **keys))
-    with pytest.raises(PunaError, match="num_fewshot is 3, but there are 2 examples"):
+    with pytest.raises(PunaError, match="num_fewshot is 3, but there are only 2 examples"):
         loaded(task(rows[:3], fewshot_split="test", fewshot_config={"sampler": "first_n"}, **keys), shots=3)
 
 

@@ -88,7 +88,7 @@ def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return row
 
     monkeypatch.setitem(module.SHAPES, "instructions", broken)
-    with pytest.raises(OSError, match="disk is full"):
+    with pytest.raises(PunaError, match="disk is full"):
         export_data(made, tmp_path / "out" / "here", "jsonl")
     assert list((tmp_path / "out").iterdir()) == []
     (tmp_path / "taken").mkdir()

@@ -171,7 +171,7 @@ def test_nothing_half_written_is_left(tmp_path: Path, store: Store, monkeypatch:
     checkpoint("llama3", tmp_path / "own")
     artifact = imported(tmp_path / "own", store)
     monkeypatch.setattr("shutil.copyfile", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(PunaError, match="disk full"):
         export_model(artifact, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
     monkeypatch.undo()

@@ -162,7 +162,7 @@ def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
     judged = inputs("tokenize_best={}", "mix_best={}", "anneal_experiment={}", "needle={}")
     assert judged["mix_best"]["weights"] == ("anneal_experiment",) and judged["anneal_experiment"]["mixture"] == ("mix",)
     assert judged["needle"]["model"] == ("pretrain",) and judged["mix"]["weights"] == ("input weights",)
-    with pytest.raises(PunaError, match="mix_best: no step reads this mixture; name tokenize_best"):
+    with pytest.raises(PunaError, match="mix_best: no step reads this mixture; add tokenize_best"):
         inputs("mix_best={}")
 
 

@@ -78,7 +78,7 @@ def test_each_answer_by_its_own_verifier_and_failures_have_no_score(tmp_path: Pa
     assert [one.value for one in found] == [1.0, None, None, None, 0.5, None, 0.0]
     details = [one.detail for one in found]
     assert "no verifier" in details[1] and "ValueError: no" in details[2] and "process ended" in details[3]
-    assert "gave 2.0, not a Score from 0 to 1" in details[5] and metrics["unscored_answers"] == 3 and metrics["unscored_example"].startswith("prompt c: ")
+    assert "returned 2.0, not a Score from 0 to 1" in details[5] and metrics["unscored_answers"] == 3 and metrics["unscored_example"].startswith("prompt c: ")
 
 
 SLOW = """
