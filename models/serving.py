@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from puna.models.generation import AnswerEngine, Engine
+    from puna.models.memory import Work
     from puna.models.memory.offload import Shelf
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.base import Parallel
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
 Weights = Literal["same", "int8", "fp8"]
 Offload = Literal["none", "host", "disk"]
 AHEAD = 4  # tokens that a draft model speculates per step by default
-
-
-class Work(NamedTuple):
-    """The work to plan: tokens per prompt and answer, number of answers, tokens of the longest prompt with its answer (0: none longer)."""
-
-    prompt: int = 512
-    answer: int = 256
-    answers: int = 64
-    longest: int = 0
 
 
 class ServingSettings(Settings):

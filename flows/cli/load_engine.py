@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from puna.models.serving import ServingSettings, Weights, Work, engine_of, offloaded_model
+from puna.models.memory import Work
+from puna.models.serving import ServingSettings, Weights, engine_of, offloaded_model
 from puna.models.settings import problems
 from puna.storage import Artifact, PunaError, Store, errors_at
 from puna.storage.errors import DamagedArtifact

@@ -15,7 +15,8 @@ from puna.flows.cli.inspect import ProjectOption, StoreOption
 from puna.flows.cli.load_engine import load_engine, serving_options
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.server.client import end_with
-from puna.models.serving import ServingSettings, Weights, Work, guesses
+from puna.models.memory import Work
+from puna.models.serving import ServingSettings, Weights, guesses
 from puna.stages.contract import parse
 from puna.stages.conversations import as_text
 from puna.stages.retrieve import passages as retrieved

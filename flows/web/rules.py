@@ -18,10 +18,10 @@ from puna.flows.html.markup import Content, Html, number, part, percent, section
 from puna.flows.report.curate import card
 from puna.flows.report.run import rows_of
 from puna.flows.web.frame import Here, artifact_link, hidden_input, note, pages, tab
-from puna.stages.contract import parse
+from puna.stages.contract import parse, signals_of
 from puna.stages.curate.rules.decide import SqlRule, decide, numeric
 from puna.stages.curate.rules.groups import Rule, active_rules
-from puna.stages.curate.select import SelectConfig, carried_signals, signals_of
+from puna.stages.curate.select import SelectConfig, carried_signals
 from puna.storage import Artifact, PunaError, Store
 
 BINS = 40

@@ -19,10 +19,10 @@ from puna.kernels.paged_attention import PAGE
 from puna.models.accounting import Precision, cache_bytes, forward_flops
 from puna.models.config import ModelConfig
 from puna.models.machine import best_seconds
+from puna.models.memory import Work
 from puna.models.memory.offload import Level, Shell, Source
 from puna.models.memory.streams import Buffer
 from puna.models.parameters import matrix_parameters
-from puna.models.serving import Work
 from puna.models.transformer import rotary_table
 
 STEP_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow.compute as pc
 from pydantic import Field
 
-from puna.models.serving import ServingSettings, Weights, Work, engine_of, guesses, vllm_engine
+from puna.models.memory import Work
+from puna.models.serving import ServingSettings, Weights, engine_of, guesses, vllm_engine
 from puna.stages.contract import Facts, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import answer_text, messages_of, prompt_ids, tools_of
 from puna.stages.draws import identifier

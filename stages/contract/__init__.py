@@ -30,11 +30,11 @@ from puna.stages.contract.declaration import (
 from puna.stages.contract.execute import Outcome, execute, identify, perform, reusable
 from puna.stages.contract.external import External, ExternalFile
 from puna.stages.contract.run import MACHINE_ERRORS, Figure, Listener, StageRun
-from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signal, signal
+from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signal, signal, signals_of
 
 __all__ = [
     "FAILURE", "MACHINE_ERRORS", "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile",
     "Facts", "Figure", "InputFacts", "Instructions", "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages",
     "Preferences", "Prompts", "Reads", "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens",
-    "Value", "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "stage",
+    "Value", "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "signals_of", "stage",
 ]  # fmt: skip

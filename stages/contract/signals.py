@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TypeVar, get_args, get_type_hints
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from puna.stages import plugins
-from puna.storage import PunaError, errors_at
+from puna.storage import Artifact, PunaError, errors_at
 
 Value = float | int | str | None
 Definition = Callable[..., Value]
@@ -120,3 +121,25 @@ def check_measured(rows: int, values: dict[str, int]) -> None:
                 f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents, so its measurement failed. "
                 "Fix it, or declare the signal optional if a corpus may have none"
             )
+
+
+def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:
+    """Return `columns` of the documents' signals, one row per id in `ids` (sorted). Raise PunaError if a document has no row."""
+    if len(ids) == 0:
+        return artifact.schema().empty_table().select(columns)
+    rows = artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns])
+    return align_signals(rows, ids, label_of(artifact)).select(columns)
+
+
+def label_of(artifact: Artifact) -> str:
+    """Return an artifact's name in errors: its id and stage."""
+    return f"{artifact.id} ({artifact.manifest.stage})"
+
+
+def align_signals(signals: pa.Table, ids: pa.ChunkedArray, label: str) -> pa.Table:
+    """Return the rows of `signals` in the order of `ids`. Raise PunaError, naming the artifact by `label`, if a document has no row."""
+    where = pc.index_in(ids, signals["id"].combine_chunks())
+    if where.null_count:
+        missing = ids.filter(pc.is_null(where))[0].as_py()
+        raise PunaError(f"document {missing} has no signals in {label}; give signals that cover all documents")
+    return signals.take(where)

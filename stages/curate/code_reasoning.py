@@ -8,11 +8,10 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from puna.kernels.text.technical import Technical, measure
-from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, stage
+from puna.stages.contract import Classifier, Documents, Signals, StageConfig, StageRun, declare_signal, signals_of, stage
 from puna.stages.curate.classifiers import classifier as fasttext
 from puna.stages.curate.classifiers.classifier import Examples, Labels, auc, out_of_fold, prepare, report_calibration
 from puna.stages.curate.classifiers.fold_models import ABOUT, About, Trained, load_classifier
-from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError
 
 declare_signal("code_line_fraction", float, "fraction of lines", "lines that look like code, in the characters read", optional=True)

@@ -25,8 +25,8 @@ from puna.stages.contract import (
     did_you_mean,
     stage,
 )
+from puna.stages.contract.signals import signals_of
 from puna.stages.curate.classifiers.classifier import read_table, write_table
-from puna.stages.curate.select import signals_of
 from puna.stages.curate.signals.divergence import BINS, LENGTHS, Corpus, Tally, expected_at
 from puna.stages.curate.signals.measure import (
     ANY_LIST,

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from puna.stages.contract import Documents, External, Facts, Figure, Model, SeededConfig, Signals, StageRun, declare_signal, stage
+from puna.stages.contract.signals import signals_of
 from puna.stages.curate.classifiers.encoder import Place, place_of, reading
-from puna.stages.curate.select import signals_of
 from puna.stages.draws import uniform
 from puna.stages.endpoint import Endpoint, EndpointConfig, grade_of
 from puna.stages.grading import mean_grades, tokens_apart

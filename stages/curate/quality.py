@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.models.classifiers import grades
-from puna.stages.contract import Classifier, Documents, Facts, Signals, StageConfig, StageRun, declare_signal, stage
+from puna.stages.contract import Classifier, Documents, Facts, Signals, StageConfig, StageRun, declare_signal, signals_of, stage
 from puna.stages.curate.classifiers.fold_models import Trained, load_classifier
-from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 

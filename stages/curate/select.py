@@ -12,6 +12,7 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from puna.stages import plugins
 from puna.stages.contract import FAILURE, SIGNALS, Documents, Facts, Signals, StageConfig, StageRun, did_you_mean, stage
+from puna.stages.contract.signals import align_signals, label_of
 from puna.stages.curate.rules import groups as rules
 from puna.stages.curate.rules.decide import SqlRule, abstentions, check_columns, decide, parse
 from puna.stages.curate.rules.groups import RULE_GROUPS, Drop, LineRules, Rule, RuleGroup, active_rules, check_signals
@@ -131,7 +132,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     read = _lines_read(config.lines)
     lines = [next(a for a in signals if name in a.tables).beside(table=name) if name in read else None for name in LINE_TABLES]
     run.metric("rules", len(thresholds) + len(expressions))
-    labels = [_label(artifact) for artifact in sources]
+    labels = [label_of(artifact) for artifact in sources]
     abstained = sum(map(Counter, run.transform(_select, documents, rules, factors, config.lines, *lines, labels, *beside)), Counter[str]())
     for name, count in sorted(abstained.items()):
         run.metric(f"abstained_{name}", count)
@@ -145,25 +146,6 @@ def carried_signals(signals: list[Artifact]) -> dict[str, str]:
             if name != "id" and carried.setdefault(name, artifact.id) != artifact.id:
                 raise PunaError(f"signal {name!r} is in both {carried[name]} and {artifact.id}; give one of them")
     return carried
-
-
-def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:
-    """Return `columns` of the documents' signals, one row per id in `ids` (sorted). Raise PunaError if a document has no row."""
-    if len(ids) == 0:
-        return artifact.schema().empty_table().select(columns)
-    return _align(artifact.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", *columns]), ids, _label(artifact)).select(columns)
-
-
-def _label(artifact: Artifact) -> str:
-    return f"{artifact.id} ({artifact.manifest.stage})"
-
-
-def _align(signals: pa.Table, ids: pa.ChunkedArray, name: str) -> pa.Table:
-    where = pc.index_in(ids, signals["id"].combine_chunks())
-    if where.null_count:
-        missing = ids.filter(pc.is_null(where))[0].as_py()
-        raise PunaError(f"document {missing} has no signals in {name}; give signals that cover all documents")
-    return signals.take(where)
 
 
 def _lines_lacking(rules: LineRules | None, carried: Sequence[Collection[str]]) -> list[str]:
@@ -189,7 +171,7 @@ def _select(
 ) -> tuple[dict[str, pa.Table], dict[str, int]]:  # fmt: skip
     table = documents.select(["id", "source"])
     for name, of in zip(named, signals, strict=True):
-        results = _align(of, documents["id"], name)
+        results = align_signals(of, documents["id"], name)
         for column in results.column_names[1:]:
             table = table.append_column(column, results[column])
     dropped, abstained = decide(table, rules, languages), {} if languages is None else abstentions(rules, table, languages)

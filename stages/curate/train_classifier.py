@@ -9,11 +9,10 @@ from typing import Literal
 import pyarrow as pa
 from pydantic import Field
 
-from puna.stages.contract import Classifier, Documents, External, Facts, Signals, StageConfig, StageRun, declare_signal, stage
+from puna.stages.contract import Classifier, Documents, External, Facts, Signals, StageConfig, StageRun, declare_signal, signals_of, stage
 from puna.stages.curate.classifiers.classifier import FOLD, ClassifierConfig, Labels, out_of_fold, prepare, report_quality
 from puna.stages.curate.classifiers.fold_models import About, load_classifier
 from puna.stages.curate.quality import GOOD, OTHER
-from puna.stages.curate.select import signals_of
 from puna.storage import Artifact, PunaError, errors_at
 
 Purpose = Literal["quality", "language", "classify"]

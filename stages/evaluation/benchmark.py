@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
-from puna.models.serving import ServingSettings, Work, engine_of, quantise_for
+from puna.models.memory import Work
+from puna.models.serving import ServingSettings, engine_of, quantise_for
 from puna.stages.contract import Evaluation, External, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import as_text, messages_of
 from puna.stages.draws import identifier

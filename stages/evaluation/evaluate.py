@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, model_validator
 
-from puna.models.serving import ServingSettings, Work, engine_of, quantise_for, vllm_engine
+from puna.models.memory import Work
+from puna.models.serving import ServingSettings, engine_of, quantise_for, vllm_engine
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, as_text, messages_of, prompt_ids
 from puna.stages.evaluation import multiple_choice

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from puna.stages import urls
-from puna.stages.contract import Documents, SeededConfig, Signals, StageConfig, StageRun, stage
-from puna.stages.curate.select import signals_of
+from puna.stages.contract import Documents, SeededConfig, Signals, StageConfig, StageRun, signals_of, stage
 from puna.stages.draws import uniform
 from puna.stages.training.corpus import of_part
 from puna.storage import Artifact, Part, PunaError

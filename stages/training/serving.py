@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from puna.models.serving import ServingSettings, Work, offloaded_model
+from puna.models.memory import Work
+from puna.models.serving import ServingSettings, offloaded_model
 from puna.models.training.parallel.layout import Layout
 from puna.stages.contract import StageRun
 from puna.stages.executors import ranks

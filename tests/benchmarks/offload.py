@@ -86,8 +86,9 @@ def warm_up() -> None:
 def by_puna(args: argparse.Namespace, mapped: bool = False) -> dict[str, Any]:
     from puna.models.formats.checkpoint import load
     from puna.models.generation import Engine, SamplingParams
+    from puna.models.memory import Work
     from puna.models.memory.offload import Disk
-    from puna.models.serving import Work, offloaded_model
+    from puna.models.serving import offloaded_model
 
     told: dict[str, Any] = {}
     shelf = None

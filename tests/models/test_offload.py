@@ -19,9 +19,9 @@ from puna.models.forest import Forest
 from puna.models.formats.checkpoint import CheckpointError, load, save
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.draft import DraftedEngine
-from puna.models.memory import offload, streams
+from puna.models.memory import Work, offload, streams
 from puna.models.memory.offload import Copies, Disk, Host, Source, Streamed, offload_layers, spread
-from puna.models.serving import ServingSettings, Work, offloaded_model
+from puna.models.serving import ServingSettings, offloaded_model
 from puna.models.transformer import Transformer
 
 SHAPE = {"vocab_size": 83, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
@@ -220,7 +220,8 @@ from pathlib import Path
 from puna.models.formats.checkpoint import load
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
-from puna.models.serving import Work, offloaded_model
+from puna.models.memory import Work
+from puna.models.serving import offloaded_model
 from puna.models.transformer import Transformer
 
 torch.set_num_threads(1)

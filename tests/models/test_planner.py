@@ -8,9 +8,9 @@ import torch
 from puna.kernels.paged_attention import PAGE
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
+from puna.models.memory import Work
 from puna.models.memory.offload import Source
 from puna.models.memory.planner import Rates, Shape, choose, measure, pass_seconds
-from puna.models.serving import Work
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=10, num_attention_heads=4, num_key_value_heads=4)
