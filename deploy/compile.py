@@ -76,7 +76,7 @@ def model() -> None:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         max_position_embeddings=64,
     )  # fmt: skip
-    tiny = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    tiny = Transformer(shape, seed=0)
     trainer = Trainer(tiny, LanguageModeling(), TrainConfig(steps=2, schedule={"learning_rate": 1e-3}))
     trainer.step(1, Targets.from_documents([torch.arange(32), torch.arange(16)]), seed=0)
     for temperature in (0.0, 1.0):

@@ -28,6 +28,7 @@ from puna.kernels.rope import rope
 from puna.kernels.swiglu import swiglu
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
+from puna.models.parameters import normal_rows
 
 if TYPE_CHECKING:
     from puna.kernels.dense_layers import Parts
@@ -333,10 +334,10 @@ def by_rows(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets: Tensor
 
 
 class Transformer(nn.Module):
-    """A decoder with a language-model head (`lm`), or with a head of one number per token (`scalar`: reward, value). `generator` draws the
-    weights (normal, `config.initializer_range`); without a generator the weights are left uninitialised, ready for a checkpoint."""
+    """A decoder with a language-model head (`lm`), or with a head of one number per token (`scalar`: reward, value). `seed` draws the
+    weights, see `initialise`; without a seed the weights are left uninitialised, ready for a checkpoint."""
 
-    def __init__(self, config: ModelConfig, head: Head = "lm", generator: torch.Generator | None = None) -> None:
+    def __init__(self, config: ModelConfig, head: Head = "lm", seed: int | None = None) -> None:
         super().__init__()
         if head not in ("lm", "scalar"):
             raise ValueError(f"head must be 'lm' or 'scalar', not {head!r}")
@@ -348,21 +349,22 @@ class Transformer(nn.Module):
                 self.lm_head.weight = self.model.embed_tokens.weight
         else:
             self.score = Linear(config.hidden_size, 1)
-        if generator is not None:
-            self.initialise(generator)
+        if seed is not None:
+            self.initialise(seed)
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw all matrices from `generator`, in the order of their names; gains become one, biases zero. With `config.zero_residual` each
-        block's output matrices and an untied output layer start at zero, too (Zhang et al. 2019, Fixup)."""
+    def initialise(self, seed: int) -> None:
+        """Draw all matrices with deviation `config.initializer_range`, see `normal_rows`; gains become one, biases zero. With
+        `config.zero_residual` each block's output matrices and an untied output layer start at zero, too (Zhang et al. 2019, Fixup)."""
         zero = ("o_proj", "down_proj", "lm_head") if self.config.zero_residual else ()
-        for name, parameter in sorted(self.named_parameters()):
+        for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             elif zero and name.removesuffix(".weight").endswith(zero):
                 parameter.zero_()
             else:
-                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+                rows = normal_rows(seed, name, parameter.shape[:-1].numel(), parameter.shape[-1])
+                parameter.copy_(torch.from_numpy(rows).view(parameter.shape)).mul_(self.config.initializer_range)
 
     first = 0
     """Index of the first layer that this process has."""

@@ -61,7 +61,7 @@ def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Cl
         x, w, g = (torch.ones(*shape) for shape in ((rows, config.hidden_size), (inner, config.hidden_size), (rows, inner)))
         seconds = sum(best_seconds(f, clock) for f in (lambda: product(x, w), lambda: product(g, w.T), lambda: torch.mm(g.T, x)))
         return 3 * 2 * rows * w.numel() / seconds
-    model = Transformer(small, generator=torch.Generator().manual_seed(0))
+    model = Transformer(small, seed=0)
     lengths = [context] * max(1, rows // context)
     tokens = torch.arange(sum(lengths)) % config.vocab_size
     weights = torch.full((len(tokens),), 1.0 / len(tokens))

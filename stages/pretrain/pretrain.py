@@ -194,12 +194,10 @@ def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] |
 
 
 def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int) -> Transformer:
-    import torch
-
     from puna.models.transformer import Transformer
 
     shape = config.model.complete(vocab_size, positions)
-    return on_threads(Transformer(shape, generator=torch.Generator().manual_seed(seed))).to(device())
+    return on_threads(Transformer(shape, seed=seed)).to(device())
 
 
 def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:

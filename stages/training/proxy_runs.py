@@ -53,11 +53,9 @@ def one_thread() -> Iterator[None]:
 
 
 def fresh(shape: ModelConfig, seed: int) -> Transformer:
-    import torch
-
     from puna.models.transformer import Transformer
 
-    return Transformer(shape, generator=torch.Generator().manual_seed(seed))
+    return Transformer(shape, seed=seed)
 
 
 def train_proxy(

@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[ModelConfig, list[int]]] = {
 
 def trainer(config: ModelConfig, lengths: list[int], checkpointing: bool = False) -> Callable[[int], None]:
     """Return a function that runs one training step on random documents of these lengths."""
-    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    model = Transformer(config, seed=0)
     settings = TrainConfig(steps=10_000, schedule={"learning_rate": 1e-4}, compute={"activation_checkpointing": checkpointing})
     trainer = Trainer(model, LanguageModeling(), settings)
     trainer._utilization = lambda *_: {}  # type: ignore[method-assign]  # it measures the machine

@@ -66,7 +66,7 @@ def random_model(config: RandomConfig, run: StageRun) -> None:
     texts = ["user assistant ask no Number Work out "] * 20
     tokenizer = Tokenizer.train(texts, 330)
     sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+    save(Transformer(sizes, seed=config.seed), run.folder, tokenizer)
 
 
 @register

@@ -104,7 +104,7 @@ def small_model(folder: Path) -> None:
         vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=4096, initializer_range=0.2,
     )  # fmt: skip
-    save(Transformer(shape, generator=torch.Generator().manual_seed(0)), folder, tokenizer)
+    save(Transformer(shape, seed=0), folder, tokenizer)
 
 
 class Timed:

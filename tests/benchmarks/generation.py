@@ -40,7 +40,7 @@ NEW = 128
 
 
 def model() -> Transformer:
-    return Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    return Transformer(SHAPE, seed=0)
 
 
 def twin(ours: Transformer) -> Any:
@@ -217,8 +217,8 @@ def draft_ceiling(rounds: int) -> dict[str, float]:
     from puna.models.generation.draft import DraftedEngine
 
     shape = SHAPE.replace(hidden_size=768, intermediate_size=2048, num_hidden_layers=20, num_attention_heads=12, head_dim=64)
-    network = Transformer(shape, generator=torch.Generator().manual_seed(0))
-    right, other = (Transformer(shape.replace(num_hidden_layers=2), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    network = Transformer(shape, seed=0)
+    right, other = (Transformer(shape.replace(num_hidden_layers=2), seed=seed) for seed in (0, 1))
     with torch.no_grad():
         for block in network.model.layers[2:]:
             block.self_attn.o_proj.weight.zero_()

@@ -94,7 +94,7 @@ def _computed(settings: TrainConfig, **changes: object) -> TrainConfig:
 def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, rounds: int, figures: dict[str, float]) -> None:
     """Print tokens per second of a training step on packed rows, in bf16 (on CPU fp32), and with checkpointing."""
     precision: Literal["fp32", "bf16"] = "bf16" if device.type == "cuda" else "fp32"
-    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(device)
+    model = Transformer(config, seed=0).to(device)
     generator = torch.Generator().manual_seed(1)
     batch = [Targets.from_documents([torch.randint(0, config.vocab_size, (tokens,), generator=generator)]) for _ in range(rows)]
     peak = accounting.peak_flops(device.type, precision)
@@ -179,7 +179,7 @@ def generation(
     config: ModelConfig, prompt: int, answer: int, answers: int, device: torch.device, figures: dict[str, float]
 ) -> None:
     """Print drawn tokens per second; the time includes the prompts."""
-    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(device)
+    model = Transformer(config, seed=0).to(device)
     if device.type == "cuda":
         model = model.to(torch.bfloat16)
     prompts = torch.randint(0, config.vocab_size, (max(1, answers // 8), prompt), generator=torch.Generator().manual_seed(2)).tolist()

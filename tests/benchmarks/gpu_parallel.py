@@ -210,7 +210,7 @@ def speed(check: Check) -> dict[str, Any]:
     if cases.DEVICE == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(cases.DEVICE)
+    model = Transformer(config, seed=0).to(cases.DEVICE)
     batch = [Targets.from_documents(documents) for _ in range(8)]
     with mesh_of(check) as mesh:
         settings = cases.train_config(mesh.layout, precision=check.precision)

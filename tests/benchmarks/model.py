@@ -43,7 +43,7 @@ def documents(step: int) -> torch.Tensor:
 
 def ours() -> Callable[[int], None]:
     """Return a function that runs one step of the training loop; batches, including masks, are made as in training."""
-    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, seed=0)
     trainer = Trainer(model, LanguageModeling(), TrainConfig(steps=10_000, schedule={"learning_rate": 1e-4}))
 
     def step(number: int) -> None:

@@ -78,7 +78,7 @@ def warm_up() -> None:
     from puna.models.transformer import Transformer
 
     shape = ModelConfig(vocab_size=512, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    model = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    model = Transformer(shape, seed=0)
     for exact in (False, True):
         Engine(model, exact=exact).generate(prompts(2, 100, 512), SamplingParams(max_tokens=3, temperature=0, stop=()))
 

@@ -64,7 +64,7 @@ def targets(some: Rows) -> o.Targets:
 
 def saved(folder: Path, head: Head, seed: int) -> Path:
     """Save a model with random weights, large enough for gradients of ordinary size, and a tokenizer with its special tokens."""
-    made = Transformer(SHAPE, head, torch.Generator().manual_seed(seed))
+    made = Transformer(SHAPE, head, seed=seed)
     place = folder / f"{head}-{seed}"
     save(made, place, Tokenizer.train(["one two three"] * 3, 290))
     return place

@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[2048, 128, 32])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, seed=0)
     torch.set_num_threads(2)
     ways = {f"chunks of {size}": Engine(model, step_tokens=size, memory=2 << 30) for size in args.chunks}
     generator, found = torch.Generator().manual_seed(1), dict[str, list[dict[str, Any]]]()

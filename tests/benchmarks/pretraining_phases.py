@@ -300,7 +300,6 @@ def anneal(folder: Path, data: Path, seeds: Iterable[int] = range(10, 15)) -> di
 def reader(folder: Path, data: Path) -> dict[str, Any]:
     """Return the tokens per CPU second of the data reader, over those of training a model of 100 thousand parameters."""
     import numpy as np
-    import torch
 
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -313,7 +312,7 @@ def reader(folder: Path, data: Path) -> dict[str, Any]:
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=1024), {"documents": docs}, store)
     packed = Packed.read(rows(store, docs, vocabulary, 512))
     own = Reader(packed, np.zeros(len(packed.owners), dtype=bool), 8, 0, 0)
-    network = Transformer(shape(48).complete(1024, 512), generator=torch.Generator().manual_seed(0))
+    network = Transformer(shape(48).complete(1024, 512), seed=0)
     began = time.process_time()
     count = sum(len(batch) for step in range(1, 401) for batch in own.batches(step, 8192))
     reading = count / (time.process_time() - began)

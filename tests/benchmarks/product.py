@@ -76,7 +76,7 @@ def away(store: Store, rounds: int, seconds: float) -> dict[str, Any]:
 
     shape = ModelConfig(vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256)
     settings = TrainConfig(steps=1_000_000, schedule={"learning_rate": 1e-4})
-    trainer = Trainer(Transformer(shape, generator=torch.Generator().manual_seed(0)), LanguageModeling(), settings)
+    trainer = Trainer(Transformer(shape, seed=0), LanguageModeling(), settings)
     batch = Targets.from_documents(list(torch.randint(0, 2048, (4, 256), generator=torch.Generator().manual_seed(0))))
     silent, gone = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     urls = {"nobody": None, "silent": silent.getsockname()[1], "gone": gone.getsockname()[1]}

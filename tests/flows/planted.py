@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
-import torch
 import yaml
 
 from puna.models.config import ModelConfig
@@ -57,7 +56,7 @@ def planted_model(config: PlantedConfig, run: StageRun) -> None:
         vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.1,
     )  # fmt: skip
-    save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+    save(Transformer(sizes, seed=config.seed), run.folder, tokenizer)
 
 
 def pool(store: Store, train: int, heldout: int, first: int = 0) -> Artifact:

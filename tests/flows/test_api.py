@@ -10,7 +10,6 @@ import httpx
 import jsonschema
 import openai
 import pytest
-import torch
 import uvicorn
 from fastapi.testclient import TestClient
 
@@ -26,7 +25,7 @@ SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediat
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(Transformer(SHAPE, generator=torch.Generator().manual_seed(0)), TOKENIZER, sequences=8)
+    return Engine(Transformer(SHAPE, seed=0), TOKENIZER, sequences=8)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def client(url):
 
 def expected(prompt, tokenizer=TOKENIZER, **params):
     """Return the answer of a separate engine."""
-    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, seed=0)
     stop = (*tokenizer.stop_ids, *params.pop("stop", ()))
     (row,) = Engine(model, tokenizer).generate([prompt], SamplingParams(stop=stop, **params))
     return row
@@ -72,7 +71,7 @@ def test_a_window_lets_answers_leave_the_context():
     """An answer may have 512 tokens although the context has 256; the default length is the answer's maximum."""
     from starlette.testclient import TestClient
 
-    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, seed=0)
     engine, prompt = Engine(model, TOKENIZER, sinks=16, window=64), list(range(3, 80)) * 4
     with TestClient(application(engine, "tiny", Limits(body=50_000))) as client:
         made = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 512, "temperature": 0}).json()
@@ -112,7 +111,7 @@ def test_a_stream_is_one_line_an_event_for_clients_that_split_at_any_line_break(
     """U+0085 and U+2028 end lines for httpx and many others, though not in the standard."""
     tokenizer = Tokenizer.train(["to be\u2028 or\u0085 not"] * 3, 290)
     ids = tokenizer.encode("\u2028x\u0085")
-    model = Transformer(SHAPE.replace(vocab_size=tokenizer.vocab_size), generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE.replace(vocab_size=tokenizer.vocab_size), seed=0)
     body = {"prompt": [5], "max_tokens": 40, "seed": 1, "temperature": 10, "stream": True, "logit_bias": {str(token): 600 for token in ids}}
     with TestClient(application(Engine(model, tokenizer), "tiny")) as other, other.stream("POST", "/v1/completions", json=body) as reply:
         text = "".join(chunk["choices"][0]["text"] for chunk in streamed(reply.iter_lines()))
@@ -165,7 +164,7 @@ def test_whatever_is_sent_is_answered_in_openais_shape(client, method, path, bod
 
 
 def test_what_breaks_the_server_is_told_in_openais_shape():
-    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, seed=0)
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.encode = lambda text: {}[text]
     with TestClient(application(Engine(model, tokenizer), "tiny"), raise_server_exceptions=False) as broken:
@@ -308,7 +307,7 @@ def scripted(*texts):
     """A client of a server whose answer number i is `texts[i]`, token by token; its template tells of tools."""
     tokenizer = TOKENIZER.with_template(TELLING)
     scripts = [[*tokenizer.encode(text), tokenizer.stop_ids[0]] for text in texts]
-    engine = Engine(Transformer(SHAPE.replace(max_position_embeddings=1024), generator=torch.Generator().manual_seed(0)), tokenizer)
+    engine = Engine(Transformer(SHAPE.replace(max_position_embeddings=1024), seed=0), tokenizer)
     take = engine._take
 
     def write(answer, drawn, errors):

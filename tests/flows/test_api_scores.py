@@ -26,7 +26,7 @@ def encode(text):
 
 
 def build():
-    return Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    return Transformer(SHAPE, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def pieces():
     backend.decoder = tokenizers.decoders.Sequence(steps)
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")])
     tokenizer = Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
-    model = Transformer(SHAPE.replace(vocab_size=tokenizer.vocab_size), generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE.replace(vocab_size=tokenizer.vocab_size), seed=0)
     with TestClient(application(Engine(model, tokenizer), "tiny")) as client:
         yield tokenizer, client
 

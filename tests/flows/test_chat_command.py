@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -22,7 +21,7 @@ from puna.storage import PunaError, Store
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
 SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3)
-MODEL = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+MODEL = Transformer(SHAPE, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -177,14 +176,14 @@ def test_generate_puts_passages_of_the_stores_documents_before_a_prompt(folder, 
 def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path):
     """At temperature 0 a draft changes no answer; with 8-bit weights the answers equal those of a model quantised in code."""
     smaller = tmp_path / "draft"
-    save(Transformer(SHAPE, generator=torch.Generator().manual_seed(1)), smaller, TOKENIZER)
+    save(Transformer(SHAPE, seed=1), smaller, TOKENIZER)
     options = ["to be", "--n", "2", "--max-tokens", "30", "--json"]
     plain = puna("generate", folder, *options)
     greedy = [*options, "--temperature", "0"]
     assert puna("generate", folder, *greedy, "--draft", str(smaller)) == puna("generate", folder, *greedy)
     assert puna("generate", folder, *options, "--draft", str(smaller)) != plain  # drawn with other random numbers
     rows = [json.loads(line) for line in puna("generate", folder, *options, "--weights", "int8").splitlines()]
-    engine = Engine(quantise(Transformer(SHAPE, generator=torch.Generator().manual_seed(0)), "int8"), TOKENIZER)
+    engine = Engine(quantise(Transformer(SHAPE, seed=0), "int8"), TOKENIZER)
     (expected,) = engine.generate([TOKENIZER.chat([{"role": "user", "content": "to be"}])], SamplingParams(n=2, max_tokens=30, temperature=0.7))
     assert [row["logprobs"] for row in rows] == [answer.logprobs for answer in expected] and puna("generate", folder, *options, "--weights", "int8") != plain
     own = ["--draft", folder, "--draft-weights", "int8"]

@@ -40,7 +40,7 @@ def random_model(name: str, folder: Path) -> Tokenizer:
         vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.2, **own,
     )  # fmt: skip
-    save(Transformer(config, generator=torch.Generator().manual_seed(0)), folder, tokenizer)
+    save(Transformer(config, seed=0), folder, tokenizer)
     return tokenizer
 
 

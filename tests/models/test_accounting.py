@@ -44,7 +44,7 @@ def test_published_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_of_the_built_model(tied: bool) -> None:
-    model = Transformer(small(tied), generator=torch.Generator().manual_seed(0))
+    model = Transformer(small(tied), seed=0)
     assert accounting.parameters(small(tied)).total == sum(p.numel() for p in model.parameters())
 
 
@@ -60,7 +60,7 @@ def test_operations_of_the_405b_run() -> None:
 def test_operations_against_a_count_of_matrix_products() -> None:
     """The matrix products of a forward pass are counted at the modules, attention's by its definition."""
     config = small()
-    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    model = Transformer(config, seed=0)
     counted = 0
 
     def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ VARIANTS = {
 def test_parameters_and_operations_of_every_variant(name: str) -> None:
     """Parameters are compared with the model's; matrix products are counted as they run, expert by expert; pairs come from the mask."""
     config = ModelConfig(**{**small().to_dict(), "model_type": "", **VARIANTS[name], "head_dim": 0})
-    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    model = Transformer(config, seed=0)
     assert accounting.parameters(config).total == sum(p.numel() for p in model.parameters())
     forest = Forest.branch(list(range(20)), [list(range(9)), list(range(4))])
     pairs = sum(int(forest.mask.within(window).dense().sum()) for window in config.windows)
@@ -125,7 +125,7 @@ def test_keys_seen_under_a_window(window: int) -> None:
 
 def test_activations_are_what_autograd_keeps() -> None:
     config = ModelConfig(vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    model = Transformer(config, seed=0)
     forest = Forest.pack([list(range(200)), list(range(56))])
     kept: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

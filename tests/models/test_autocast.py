@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_fp32_but_for_rounding(kind: str) -> None:
-    model = Transformer(ModelConfig(**{**SHAPE, **KINDS[kind]}), generator=torch.Generator().manual_seed(0))
+    model = Transformer(ModelConfig(**{**SHAPE, **KINDS[kind]}), seed=0)
     hub = PunaForCausalLM.from_transformer(model)
     ids = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
     plain = hub(ids, labels=ids).loss

@@ -18,7 +18,7 @@ CONFIG = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hi
 
 
 def model(seed: int) -> Transformer:
-    return Transformer(CONFIG, "lm", torch.Generator().manual_seed(seed))
+    return Transformer(CONFIG, "lm", seed=seed)
 
 
 def test_average_by_hand():
@@ -94,7 +94,7 @@ def test_average_checkpoints(tmp_path: Path):
             w * m.state_dict()[name].double() for w, m in zip([0.5, 0.25, 0.25], models, strict=True)
         )
         torch.testing.assert_close(value.double(), expected, atol=1e-8, rtol=1e-6)
-    save(Transformer(ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), "lm", torch.Generator()), tmp_path / "other")
+    save(Transformer(ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), "lm", seed=0), tmp_path / "other")
     with pytest.raises(ValueError, match=r"config\.json"):
         average_checkpoints([folders[0], tmp_path / "other"], tmp_path / "bad")
     assert not (tmp_path / "bad").exists()

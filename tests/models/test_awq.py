@@ -30,7 +30,7 @@ def pack(numbers):
 
 def quantised(folder):
     """Return a checkpoint with its layers' matrices packed, and the equivalent unpacked model."""
-    model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    model = Transformer(CONFIG, seed=0)
     generator = torch.Generator().manual_seed(1)
     save(model, folder)
     state = load_file(folder / "model.safetensors")

@@ -22,7 +22,7 @@ ROWS = torch.randint(0, 256, (6, 80), generator=torch.Generator().manual_seed(1)
 
 def model_of(**more):
     """Return a model in which some inputs of each layer are thirty times as large as others, as in trained models."""
-    model = Transformer(ModelConfig(**SHAPE, **more), generator=torch.Generator().manual_seed(0))
+    model = Transformer(ModelConfig(**SHAPE, **more), seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(len(name))

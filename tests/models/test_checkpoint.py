@@ -20,7 +20,7 @@ TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 def build(head="lm", **changes):
     config = ModelConfig(**{**CONFIG.to_dict(), **changes})
-    return Transformer(config, head, generator=torch.Generator().manual_seed(0))
+    return Transformer(config, head, seed=0)
 
 
 def logits(model):

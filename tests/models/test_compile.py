@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_decoder_is_compiled_whole_and_for_all_lengths(kind: str) -> None:
     torch._dynamo.reset()
     config = ModelConfig(**{**SHAPE, **KINDS[kind]})
-    decoder = Transformer(config, generator=torch.Generator().manual_seed(0)).model
+    decoder = Transformer(config, seed=0).model
     counter = CompileCounterWithBackend("aot_eager")
 
     def run(call: Decoder, lengths: list[int]) -> tuple[torch.Tensor, ...]:

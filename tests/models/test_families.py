@@ -46,7 +46,7 @@ FAMILIES = {
 
 def build(name, head="lm", dtype=torch.float32, seed=0):
     config = ModelConfig(**{**SHAPE, **FAMILIES[name]})
-    model = Transformer(config, head, generator=torch.Generator().manual_seed(seed))
+    model = Transformer(config, head, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():  # random biases and gains, so that they affect the result
         if parameter.ndim == 1:
@@ -214,7 +214,7 @@ def test_parallel_block_is_its_formula_and_goes_round(tmp_path):
     from puna.models.formats.hub import PunaForCausalLM
 
     config = ModelConfig(**SHAPE, parallel_block=True)
-    model = Transformer(config, generator=torch.Generator().manual_seed(0)).double()
+    model = Transformer(config, seed=0).double()
     assert config.model_type == "puna"
     seen = {}
     block = model.model.layers[1]
@@ -333,7 +333,7 @@ def test_gguf_files_load_and_save_as_safetensors(tmp_path):
     from puna.models.formats.hub import PunaForCausalLM
 
     config = ModelConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, rope_theta=500_000.0, initializer_range=0.1)
-    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    model = Transformer(config, seed=0)
     write_gguf(model, tmp_path / "tiny.gguf")
     hub = PunaForCausalLM.from_transformer(load(tmp_path / "tiny.gguf"))
     twin = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)

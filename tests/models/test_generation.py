@@ -28,7 +28,7 @@ NEVER: tuple[int, ...] = ()
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    return Transformer(CONFIG, seed=0)
 
 
 def prompts(count, longest=20, seed=0):
@@ -88,7 +88,7 @@ WAYS = {
 def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
     """For any batch, chunks, pauses and cached prefixes; and the pass with gradients has the same forward results."""
     wide = ModelConfig(vocab_size=131, hidden_size=64, intermediate_size=90, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=20, initializer_range=0.2)
-    model = Transformer(wide, generator=torch.Generator().manual_seed(0))
+    model = Transformer(wide, seed=0)
     generator = np.random.default_rng(0)
     begin = generator.integers(0, 131, 40).tolist()
     asked = [begin[: 5 * i] + generator.integers(0, 131, generator.integers(1, 40)).tolist() for i in range(6)]
@@ -111,7 +111,7 @@ def test_exact_logprobs_are_the_trainers_bit_by_bit(temperature=0.7):
 @pytest.mark.parametrize("sequences", [1, 2, 5, 100])
 def test_answers_depend_on_nothing_but_prompt_and_seed(model, sequences):
     """Answers do not depend on the number of slots, or on the other prompts and their order. In fp64, so that rounding flips no draw."""
-    exact = Transformer(CONFIG, generator=torch.Generator().manual_seed(0)).double()
+    exact = Transformer(CONFIG, seed=0).double()
     asked = prompts(7)
     params = SamplingParams(n=2, max_tokens=12, stop=(0, 1, 2, 3), seed=11)
     answers = Engine(exact).generate(asked, params)
@@ -231,7 +231,7 @@ def test_guesses_after_penalties_change_no_answer_and_leave_nothing(model, compu
 @pytest.fixture(scope="module")
 def near(model):
     """Return a model that often draws the same tokens as the other: its weights, slightly changed."""
-    other = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    other = Transformer(CONFIG, seed=0)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.03)
@@ -260,7 +260,7 @@ def test_a_drafts_guesses(model, near, way, temperature):
 
 def test_answers_with_a_draft_follow_from_the_seed():
     """Answers do not depend on concurrent requests, as long as a step has room for guesses. In fp64, so that rounding flips no draw."""
-    model, smaller = (Transformer(CONFIG, generator=torch.Generator().manual_seed(seed)).double() for seed in (0, 1))
+    model, smaller = (Transformer(CONFIG, seed=seed).double() for seed in (0, 1))
     params, asked = SamplingParams(n=2, max_tokens=15, stop=NEVER, seed=3, speculate=3), prompts(4)
     answers = DraftedEngine(model, smaller).generate(asked, params)
     (alone,) = DraftedEngine(model, smaller).generate(asked[2:3], params)
@@ -270,7 +270,7 @@ def test_answers_with_a_draft_follow_from_the_seed():
 
 def test_answers_with_a_draft_have_the_models_distribution(near):
     """3000 answers of three tokens, with a guess for the second: chi-square of all three against every path of the model."""
-    model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    model = Transformer(CONFIG, seed=0)
     params = SamplingParams(n=3000, temperature=0.7, max_tokens=3, stop=NEVER, seed=5, speculate=2)
     (row,) = DraftedEngine(model, near, sequences=500).generate([[7, 8, 9]], params)
 
@@ -307,7 +307,7 @@ def test_judged_guesses_have_the_larger_models_distribution():
 def test_a_draft_that_is_the_model_is_always_right(computed, temperature):
     """In fp64, so that rounding flips no draw: six guesses and one token per step, also for forks of a prompt and with a cached prefix, so
     a draft has computed everything in the pages."""
-    model = Transformer(CONFIG, generator=torch.Generator().manual_seed(0)).double()
+    model = Transformer(CONFIG, seed=0).double()
     engine = DraftedEngine(model, model, step_tokens=30)
     params = SamplingParams(n=2, temperature=temperature, max_tokens=36, stop=NEVER, speculate=6)
     ((answer, _),) = engine.generate([list(range(50))], params)
@@ -318,7 +318,7 @@ def test_a_draft_that_is_the_model_is_always_right(computed, temperature):
 
 def test_a_wrong_draft_is_seldom_asked(model, computed):
     """A draft that is never right gets six guesses, then one, after 1, 3 and then every 4 steps without a guess."""
-    backwards = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    backwards = Transformer(CONFIG, seed=0)
     with torch.no_grad():
         backwards.lm_head.weight.neg_()
     DraftedEngine(model, backwards).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=40, stop=NEVER, speculate=6))
@@ -341,7 +341,7 @@ def test_a_guess_is_what_followed_the_longest_run_before():
 
 @pytest.mark.parametrize("by", ["optimiser", "hand"])
 def test_a_change_of_the_weights_empties_the_cache(by):
-    changing = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    changing = Transformer(CONFIG, seed=0)
     engine, params = Engine(changing), SamplingParams(temperature=0, max_tokens=8, stop=NEVER)
     prompt = list(range(40))
     engine.generate([prompt], params)
@@ -513,7 +513,7 @@ def test_lower_priorities_are_begun_first(model):
 def test_the_tokenizer_names_the_default_stop_and_finds_texts():
     tokenizer = Tokenizer.train(["aaa"], 262)
     small = Transformer(
-        ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1), generator=torch.Generator().manual_seed(0)
+        ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1), seed=0
     )
     engine = Engine(small, tokenizer)
     (row,) = engine.generate([[70]], SamplingParams(n=300, max_tokens=40))
@@ -545,7 +545,7 @@ def test_bad_requests_are_refused(model):
     with pytest.raises(ValueError, match="needs 7 pages of 16 tokens, the cache has 3"):
         Engine(model, memory=pages(model, 3)).generate([[1] * 90], SamplingParams(max_tokens=10, stop=NEVER))
     with pytest.raises(ValueError, match="exact passes need fp32"):
-        Engine(Transformer(CONFIG, generator=torch.Generator()).double(), exact=True).generate([[1]], SamplingParams(stop=NEVER))
+        Engine(Transformer(CONFIG, seed=0).double(), exact=True).generate([[1]], SamplingParams(stop=NEVER))
     for wrong, message in (
         ({"n": 0}, "at least 1"),
         ({"max_tokens": 0}, "at least 1"),
@@ -566,7 +566,7 @@ def test_bad_requests_are_refused(model):
 
 def test_a_broken_model_is_reported_and_can_be_mended():
     """A diverged model's values in the cache are dropped with the model."""
-    broken = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    broken = Transformer(CONFIG, seed=0)
     weight = broken.model.layers[0].self_attn.v_proj.weight
     engine, params = Engine(broken), SamplingParams(max_tokens=3, stop=NEVER)
     with torch.no_grad():
@@ -581,7 +581,7 @@ def test_a_broken_model_is_reported_and_can_be_mended():
 
 def test_weights_that_change_midway_are_seen_by_what_runs():
     """After the change, an answer continues as if its tokens so far were a prompt to the new weights."""
-    changing = Transformer(CONFIG, generator=torch.Generator().manual_seed(0))
+    changing = Transformer(CONFIG, seed=0)
     engine = Engine(changing)
     request = engine.submit(list(range(30)), SamplingParams(temperature=0, max_tokens=12, stop=NEVER))
     tokens = [event.token for _ in range(5) for event in engine.step()]
@@ -597,7 +597,7 @@ def test_weights_that_change_midway_are_seen_by_what_runs():
 def test_layers_by_loops_have_the_bits_of_the_models(also):
     """Exact answers from a few compiled loops per layer equal those from the model's own operators, which training uses."""
     config = ModelConfig(**{**CONFIG.to_dict(), "head_dim": 0, **also, "model_type": ""})
-    model = Transformer(config, generator=torch.Generator().manual_seed(0))
+    model = Transformer(config, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -24,7 +24,7 @@ SCHEMAS = [
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_answer_that_ends_is_of_its_schema(schema):
-    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, seed=0)
     mask = GRAMMAR.schema(schema)
     rows = Engine(model, TOKENIZER, sequences=3).generate(["x", "x", "y"], SamplingParams(n=4, max_tokens=60, mask=mask, temperature=1.3))
     answers = [answer for row in rows for answer in row]

@@ -16,7 +16,7 @@ CONFIG = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hi
 
 def build(head="lm", **changes):
     config = ModelConfig(**{**CONFIG.to_dict(), **changes})
-    return Transformer(config, head, generator=torch.Generator().manual_seed(0))
+    return Transformer(config, head, seed=0)
 
 
 def wrap(model, **options):

@@ -22,7 +22,7 @@ CONFIG = ModelConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32
 
 def model(head: str = "lm", seed: int = 0) -> Transformer:
     # Larger weights than the initial ones, so that attention affects the result.
-    made = Transformer(CONFIG, head, torch.Generator().manual_seed(seed))
+    made = Transformer(CONFIG, head, seed=seed)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim > 1:
@@ -146,7 +146,7 @@ def test_divergence_by_hand():
 
 
 def test_a_teachers_further_logits_only_pad():
-    wide = Transformer(CONFIG.replace(vocab_size=VOCABULARY + 5), generator=torch.Generator().manual_seed(1))
+    wide = Transformer(CONFIG.replace(vocab_size=VOCABULARY + 5), seed=1)
     narrow = Transformer(CONFIG)
     narrow.load_state_dict({name: w[:VOCABULARY] if w.shape[0] == VOCABULARY + 5 else w for name, w in wide.state_dict().items()})
     batch, student = targets(examples(4, 2)), model()

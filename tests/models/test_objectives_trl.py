@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 def folder_of(tmp_path: Path, tokenizer: Tokenizer, head: str, seed: int = 0) -> Path:
     config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    made = Transformer(config, head, torch.Generator().manual_seed(seed))
+    made = Transformer(config, head, seed=seed)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim > 1:

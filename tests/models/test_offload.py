@@ -39,7 +39,7 @@ PARAMS = SamplingParams(n=2, temperature=0.8, max_tokens=12, stop=())
 
 
 def checkpoint(folder, dtype=torch.float32, **more):
-    model = Transformer(ModelConfig(**SHAPE | more), generator=torch.Generator().manual_seed(0))
+    model = Transformer(ModelConfig(**SHAPE | more), seed=0)
     save(model.to(dtype), folder)
     return folder
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_offloaded_is_refused_by_name(tmp_path):
     folder = checkpoint(tmp_path / "model")
     with pytest.raises(CheckpointError, match="layers are read from the safetensors files of a model's folder"):
         Source(folder / "model.safetensors", torch.float32)
-    reward = Transformer(ModelConfig(**SHAPE), "scalar", generator=torch.Generator().manual_seed(0))
+    reward = Transformer(ModelConfig(**SHAPE), "scalar", seed=0)
     save(reward, tmp_path / "reward")
     with pytest.raises(CheckpointError, match="reward"):
         Source(tmp_path / "reward", torch.float32)
@@ -258,7 +258,7 @@ print(status("VmHWM") - before, [(one.tokens, one.logprobs) for row in answers f
 def test_the_peak_of_memory_stays_under_the_limit(tmp_path, shape, longest, told, whole):
     for layers, folder in ((12, tmp_path), (2, tmp_path / "small")):
         config = ModelConfig(vocab_size=512, num_hidden_layers=layers, **shape)
-        save(Transformer(config, generator=torch.Generator().manual_seed(0)), folder)
+        save(Transformer(config, seed=0), folder)
     ran = [subprocess.run([sys.executable, "-c", CHILD, tmp_path, memory, str(longest)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) for memory in (str(told / 1e9), "0")]
     assert not any(one.returncode for one in ran), [one.stderr[-2000:] for one in ran]
     (peak, answers), (most, wanted) = (one.stdout.split(" ", 1) for one in ran)

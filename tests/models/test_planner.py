@@ -81,7 +81,7 @@ def test_a_pass_takes_the_longest_of_what_overlaps_and_a_quarter_of_the_rest():
 
 def test_rates_are_measured_with_the_models_own_layer(tmp_path):
     config = CONFIG.replace(num_hidden_layers=2)
-    save(Transformer(config, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16), tmp_path)
+    save(Transformer(config, seed=0).to(torch.bfloat16), tmp_path)
     source = Source(tmp_path, torch.float32)
     model = load(tmp_path)
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())

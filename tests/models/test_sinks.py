@@ -33,7 +33,7 @@ ASKED = [np.random.default_rng(i).integers(0, 83, length).tolist() for i, length
 
 
 def model_of(name, dtype=torch.float64):
-    return Transformer(ModelConfig(**{**SHAPE, **MODELS[name]}), generator=torch.Generator().manual_seed(0)).to(dtype)
+    return Transformer(ModelConfig(**{**SHAPE, **MODELS[name]}), seed=0).to(dtype)
 
 
 def engine_of(model, pages=400, **how):

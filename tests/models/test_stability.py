@@ -24,7 +24,7 @@ SHAPE = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidd
 
 def model(cap: float | None = None, vocab_size: int = 41) -> Transformer:
     config = ModelConfig(**SHAPE | {"vocab_size": vocab_size}, initializer_range=0.6, final_logit_softcapping=cap)
-    return Transformer(config, generator=torch.Generator().manual_seed(0)).double()
+    return Transformer(config, seed=0).double()
 
 
 def documents(*sizes: int) -> list[list[int]]:

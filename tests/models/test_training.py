@@ -34,7 +34,7 @@ CONFIG = ModelConfig(vocab_size=19, hidden_size=16, intermediate_size=32, num_hi
 
 
 def model(seed: int = 0) -> Transformer:
-    return Transformer(CONFIG, "lm", torch.Generator().manual_seed(seed))
+    return Transformer(CONFIG, "lm", seed=seed)
 
 
 def batches(step: int) -> list[o.Targets]:

@@ -31,7 +31,7 @@ EXPERTS = CONFIG.replace(moe=Moe(num_experts=4, num_experts_per_tok=2, moe_inter
 
 
 def model(config: ModelConfig = CONFIG, seed: int = 0) -> Transformer:
-    return Transformer(config, "lm", torch.Generator().manual_seed(seed))
+    return Transformer(config, "lm", seed=seed)
 
 
 def batches(step: int, count: int = 2) -> list[o.Targets]:

@@ -24,7 +24,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 
 
 def model(head: str = "lm", seed: int = 0) -> Transformer:
-    return Transformer(CONFIG, head, torch.Generator().manual_seed(seed))
+    return Transformer(CONFIG, head, seed=seed)
 
 
 def share_of_nines(prompts, completions):

@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from puna.models.config import ModelConfig, Moe
 from puna.models.forest import Forest
+from puna.models.parameters import normal_rows
 from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -24,7 +26,7 @@ CONFIG = ModelConfig(
 
 def build(head="lm", seed=0, **changes):
     config = CONFIG.replace(**changes)
-    return Transformer(config, head, generator=torch.Generator().manual_seed(seed))
+    return Transformer(config, head, seed=seed)
 
 
 def llama(model):
@@ -197,6 +199,23 @@ def test_layers_that_add_nothing_at_the_start_learn_all_the_same(variant):
 def test_an_output_layer_that_is_the_embedding_is_drawn_whatever_the_layers_begin_with():
     made = build(zero_residual=True, tie_word_embeddings=True)
     assert made.lm_head.weight.std().item() == pytest.approx(CONFIG.initializer_range, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.experts.down_proj"])
+def test_a_row_of_initial_weights_is_a_function_of_seed_name_and_row(name):
+    whole = normal_rows(3, name, 400, 64)
+    for first, count in ((0, 1), (7, 20), (399, 1)):
+        assert (normal_rows(3, name, count, 64, first) == whole[first : first + count]).all()
+    for other in (normal_rows(4, name, 400, 64), normal_rows(3, name + "x", 400, 64), whole[::-1]):
+        assert abs(np.corrcoef(whole.ravel(), other.ravel())[0, 1]) < 5 / 160
+    # 25,600 draws: bounds are five standard errors of each moment of the normal distribution, and of each row's correlations.
+    assert abs(whole.mean()) < 5 / 160 and abs((whole**2).mean() - 1) < 5 * 2**0.5 / 160 and abs((whole**4).mean() - 3) < 5 * 96**0.5 / 160
+    assert np.abs(np.corrcoef(whole) - np.eye(400)).max() < 6 / 8
+
+
+def test_more_tokens_and_layers_leave_the_other_initial_weights_as_they_were():
+    small, large = build().state_dict(), build(vocab_size=120, num_hidden_layers=4).state_dict()
+    assert all(torch.equal(weight, large[name][: len(weight)]) for name, weight in small.items())
 
 
 def test_impossible_shapes_are_refused():

@@ -25,7 +25,7 @@ SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediat
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    save(Transformer(SHAPE, generator=torch.Generator().manual_seed(0)), path, TOKENIZER)
+    save(Transformer(SHAPE, seed=0), path, TOKENIZER)
     return path
 
 

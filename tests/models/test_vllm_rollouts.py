@@ -34,7 +34,7 @@ CAP = 1.05
 
 
 def model(seed: int = 0) -> Transformer:
-    return Transformer(SHAPE, generator=torch.Generator().manual_seed(seed))
+    return Transformer(SHAPE, seed=seed)
 
 
 def scorer(prompts: Any, completions: Any) -> list[list[float]]:

@@ -59,8 +59,8 @@ OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "gr
 
 
 def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: int) -> Transformer:
+    model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), "scalar" if objective in WITH_SCALARS else "lm", seed)
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), "scalar" if objective in WITH_SCALARS else "lm", generator)
     with torch.no_grad():  # gains are moved from one and biases from zero, which would hide errors
         for _, parameter in sorted(model.named_parameters()):
             if parameter.ndim == 1:
@@ -321,7 +321,7 @@ def read_ratio(members: Sequence[int], layout: dict[str, int], folder: str) -> f
     """Return the bytes that a rank reads from disk to load a state, over those of its own pieces; the files are not cached."""
     chosen = Layout(**layout)
     shape = ModelConfig(vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
-    mesh, model = Mesh(chosen, members), Transformer(shape, "lm", torch.Generator().manual_seed(0))
+    mesh, model = Mesh(chosen, members), Transformer(shape, "lm", seed=0)
     trainer = Trainer(model, o.LanguageModeling(), train_config(chosen), mesh=mesh)
     own = trainer.tensors()
     trainer.parallel.save_state(Path(folder), 1, own, {})
@@ -467,7 +467,7 @@ def seconds(members: Sequence[int], layout: dict[str, int]) -> float:
     """Return the shortest time of a step of 8 micro-batches of 512 tokens, after a warm-up step."""
     chosen = Layout(**layout)
     shape = ModelConfig(vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3)
-    model = Transformer(shape, "lm", torch.Generator().manual_seed(0))
+    model = Transformer(shape, "lm", seed=0)
     rng = np.random.default_rng(0)
     micro = [Targets.from_documents([rng.integers(0, 4096, 256).tolist() for _ in range(2)]) for _ in range(8)]
     with Trainer(model, o.LanguageModeling(), train_config(chosen), mesh=Mesh(chosen, members)) as trainer:
@@ -479,7 +479,7 @@ def answer_seconds(members: Sequence[int], layout: dict[str, int], rows: int, to
     divided over the groups, and answers have no stop token."""
     chosen = Layout(**layout)
     shape = ModelConfig(vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4)
-    mesh, model = Mesh(chosen, members), Transformer(shape, "lm", torch.Generator().manual_seed(0))
+    mesh, model = Mesh(chosen, members), Transformer(shape, "lm", seed=0)
     held, taken = parallel(model, chosen, mesh), list[tuple[float, float]]()
     engine = engine_of(held.model, None, held=held, exact=True)
     asked = [np.random.default_rng([1, i]).integers(0, 8192, 16).tolist() for i in range(rows)]

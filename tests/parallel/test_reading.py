@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import torch
 
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import save
@@ -107,7 +106,7 @@ def test_each_rank_looks_at_its_part_of_the_models(ranks: Run, name: str, models
     whole is not mapped, nor is a teacher whose pieces are read."""
     opened = Store.open(tmp_path / "store")
     shape = ModelConfig(vocab_size=300, hidden_size=512, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
-    network = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    network = Transformer(shape, seed=0)
     save(network, tmp_path / "model", Tokenizer.train([*TEXTS, "cat no"], 300))
     large = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={tmp_path / 'model'}")[0]}, opened)
     config, compute = CONFIGS[name], {"layout": {"shard": 8}}

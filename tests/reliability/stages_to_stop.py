@@ -41,7 +41,6 @@ def stop(folder: str, process: int) -> bool:
 
 def parts_of_training(seed: int) -> tuple[Any, Any, Any]:
     """Return a small model, its batches and its settings."""
-    import torch
 
     from puna.models.training.objectives import Targets
     from puna.models.transformer import Transformer
@@ -49,7 +48,7 @@ def parts_of_training(seed: int) -> tuple[Any, Any, Any]:
     def batches(step: int) -> list[Targets]:
         return [Targets.from_documents(np.random.default_rng([seed, step]).integers(0, 19, (2, 5)).tolist())]
 
-    return Transformer(SHAPE, "lm", torch.Generator().manual_seed(seed)), batches, TrainConfig(steps=STEPS, compute={"save_seconds": 1e6})
+    return Transformer(SHAPE, "lm", seed=seed), batches, TrainConfig(steps=STEPS, compute={"save_seconds": 1e6})
 
 
 @stage(kind="evaluation", version="1")

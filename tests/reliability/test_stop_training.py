@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from puna.models.config import ModelConfig
 from puna.models.training import objectives as o
@@ -33,7 +32,7 @@ def run(folder: Path | None, kill: int | None = None, save_seconds: float = 10.0
         if kill is not None and row["step"] == KILLED:
             os.kill(os.getpid(), kill)
 
-    model = Transformer(SHAPE, "lm", torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, "lm", seed=0)
     config = TrainConfig(steps=STEPS, schedule={"learning_rate": 0.01, "ema": 0.9}, compute={"save_seconds": save_seconds})
     train(model, o.LanguageModeling(), batches, config, seed=3, checkpoint_dir=folder, on_step=on_step)
     return weights_digest(model)

@@ -53,7 +53,7 @@ def computing() -> float:
 
 def _model() -> Transformer:
     """Return a model whose hidden states are not finite from token 82 on."""
-    model = Transformer(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(SHAPE, seed=0)
     with torch.no_grad():
         model.model.embed_tokens.weight[82] = torch.nan
     return model
@@ -168,7 +168,7 @@ def model_files_accepted(folder: Path, seconds: float = float("inf")) -> int:
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
     good = folder / "model"
-    save(Transformer(shape, generator=torch.Generator().manual_seed(0)), good, tokenizer)
+    save(Transformer(shape, seed=0), good, tokenizer)
     (folder / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes())
     load_with_tokenizer(good)
     attacks = [("config.json", json.dumps({**json.loads((good / "config.json").read_bytes()), **one}).encode()) for one in CONFIGS]
@@ -281,7 +281,7 @@ def adapters_merged(folder: Path, seconds: float = float("inf")) -> int:
     """Count hostile adapters that are not refused with one clear error (within `seconds`, if given)."""
     store, tokenizer = Store.open(folder / "store"), Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
-    model = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    model = Transformer(shape, seed=0)
     save(model, folder / "base", tokenizer)
     base = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={folder / 'base'}")[0]}, store)
     succeeded = 0

@@ -14,7 +14,6 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from starlette.responses import RedirectResponse
@@ -77,7 +76,7 @@ def test_hostile_requests_do_no_harm_to_a_model_server() -> None:
     tokenizer = Tokenizer.train(["to be or not to be, that is the question"], 280)
     shape = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                         num_key_value_heads=1, max_position_embeddings=64)  # fmt: skip
-    engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer, sequences=4)
+    engine = Engine(Transformer(shape, seed=0), tokenizer, sequences=4)
     served = api_application(engine, "tiny", Limits(body=1 << 18))
     with doors.serving(OwnSite(served, protected=False, pages=None, asking=None)) as port:
         requests = doors.hostile_requests(1, 400, port, doors.API, limit=1 << 18)

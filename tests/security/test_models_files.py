@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from puna.models.formats.checkpoint import CheckpointError, load, load_with_tokenizer
 from puna.models.formats.gguf import vocabulary
@@ -59,7 +58,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
     from puna.models.formats.checkpoint import save
     from puna.models.transformer import Transformer
 
-    model = Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(cases_models.SHAPE, seed=0)
     save(model, tmp_path / "secret")
     save(model, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

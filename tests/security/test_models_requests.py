@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from fastapi.testclient import TestClient
 
 from puna.flows.cli import openai
@@ -45,7 +44,7 @@ def test_a_failed_request_says_why_and_leaves_the_others_at_work():
 
 
 def test_a_coldness_that_floats_cannot_tell_is_greedy():
-    engine = Engine(Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0)))
+    engine = Engine(Transformer(cases_models.SHAPE, seed=0))
     greedy = engine.generate([[1, 2]], SamplingParams(temperature=0, stop=()))
     assert engine.generate([[1, 2]], SamplingParams(temperature=1e-9, top_k=4, stop=())) == greedy
     (row,) = engine.generate([[1, 2]], SamplingParams(temperature=1e-4, stop=()))
@@ -53,7 +52,7 @@ def test_a_coldness_that_floats_cannot_tell_is_greedy():
 
 
 def test_a_draft_that_diverges_fails_its_requests_alone():
-    model = Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))
+    model = Transformer(cases_models.SHAPE, seed=0)
     engine = DraftedEngine(model, cases_models._model())
     params = SamplingParams(max_tokens=12, stop=(), speculate=2, temperature=0)
     good = engine.submit([5, 6], params)
@@ -68,7 +67,7 @@ def test_a_draft_that_diverges_fails_its_requests_alone():
 def test_the_server_tells_one_client_and_answers_the_next():
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
-    engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
+    engine = Engine(Transformer(shape, seed=0), tokenizer)
     with TestClient(application(engine, "tiny")) as client:
         ask = lambda **more: client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 4, **more})  # noqa: E731
         assert ask(temperature=1e-9).json()["choices"] == ask(temperature=0).json()["choices"]
@@ -81,7 +80,7 @@ def test_a_request_cannot_hold_up_others_by_what_it_lists():
     """60,000 stop texts used to be searched at each token, for a minute; biases of all tokens were added in a Python loop."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
-    engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
+    engine = Engine(Transformer(shape, seed=0), tokenizer)
     with TestClient(application(engine, "tiny")) as client:
         ask = lambda stops: client.post("/v1/completions", json={"prompt": "to be", "stop": [f"x{n}" for n in range(stops)]})  # noqa: E731
         assert ask(64).status_code == 200 and ask(65).status_code == 400
@@ -95,7 +94,7 @@ def test_a_large_reply_is_written_beside_the_event_loop(monkeypatch):
     """Encoding a million log-probs as JSON used to take seconds, in which no other client was answered."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
-    engine = Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer)
+    engine = Engine(Transformer(shape, seed=0), tokenizer)
 
     def whole(replies):
         with pytest.raises(RuntimeError, match="no running event loop"):
@@ -152,7 +151,7 @@ def test_a_stream_decodes_each_token_a_few_times():
 @pytest.mark.parametrize("stops", [("ab" * 700 + "c",), ("\ufffdc", "cab", *("ab" * n + "c" for n in range(500, 530)))])
 def test_the_engine_decodes_each_token_a_few_times(stops):
     """Each step used to decode as many tokens as the longest stop text has bytes, once per stop text."""
-    counting, model = Counting(), Transformer(cases_models.SHAPE, generator=torch.Generator().manual_seed(0))
+    counting, model = Counting(), Transformer(cases_models.SHAPE, seed=0)
     engine = Engine(model, counting)
     request = Request([1], SamplingParams(stop=stops), frozenset(), stops, ())
     answer = Answer(request, 0, [1])
@@ -206,7 +205,7 @@ def test_a_schema_that_is_costly_to_compile_is_refused(name):
     """A schema of 40 bytes used to take minutes and gigabytes; several at once stopped all requests."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
-    with TestClient(application(Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer), "tiny")) as client:
+    with TestClient(application(Engine(Transformer(shape, seed=0), tokenizer), "tiny")) as client:
         ask = lambda schema: client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}})  # noqa: E731
         before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
         answer = ask(COSTLY[name])
@@ -222,7 +221,7 @@ def test_requests_go_on_while_schemas_wait(monkeypatch):
     monkeypatch.setattr(Grammar, "schema", lambda self, schema: begun.set() or (end.wait(60) and None))
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
-    with TestClient(application(Engine(Transformer(shape, generator=torch.Generator().manual_seed(0)), tokenizer), "tiny", Limits(seconds=20))) as client:
+    with TestClient(application(Engine(Transformer(shape, seed=0), tokenizer), "tiny", Limits(seconds=20))) as client:
         ask = lambda **more: statuses.append(client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2, **more}).status_code)  # noqa: E731
         threads = [threading.Thread(target=ask, kwargs={"response_format": {"type": "json_object"}}) for _ in range((os.cpu_count() or 1) + 6)]
         for thread in threads:

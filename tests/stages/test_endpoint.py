@@ -235,7 +235,6 @@ def test_problems_are_answered_elsewhere_and_tried_again(tmp_path: Path, remote:
 
 def test_punas_own_server_answers(tmp_path: Path) -> None:
     """Greedy answers over HTTP equal those of the engine."""
-    import torch
     import uvicorn
 
     from puna.flows.cli.openai import application
@@ -246,7 +245,7 @@ def test_punas_own_server_answers(tmp_path: Path) -> None:
 
     tokenizer = Tokenizer.train(["to be or not to be, that is the question"], 280)
     shape = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.3)
-    model = Transformer(shape, generator=torch.Generator().manual_seed(0))
+    model = Transformer(shape, seed=0)
     server = uvicorn.Server(uvicorn.Config(application(Engine(model, tokenizer), "big"), host="127.0.0.1", port=0, log_level="critical"))
     thread = threading.Thread(target=server.run)
     thread.start()

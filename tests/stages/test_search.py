@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from puna.models.config import ModelConfig
 from puna.models.generation import Completion, Engine, SamplingParams
@@ -21,7 +20,7 @@ def test_best_and_majority_choose_among_the_same_answers(seed: int) -> None:
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
     shape = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                         num_attention_heads=2, num_key_value_heads=1, initializer_range=1.0)  # fmt: skip
-    model = Transformer(shape, generator=torch.Generator().manual_seed(seed))
+    model = Transformer(shape, seed=seed)
     prompts, params = [[1, 2], [3], [1, 1]], SamplingParams(max_tokens=1, stop=(), seed=2, temperature=0.3)
     rows = Engine(model, tokenizer).generate(prompts, SamplingParams(n=9, max_tokens=1, stop=(), seed=2, temperature=0.3))
     drawn = [sum(len(answer.tokens) for answer in row) for row in rows]

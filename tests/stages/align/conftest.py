@@ -27,7 +27,7 @@ def tiny(config: TinyConfig, run: StageRun) -> None:
     """Write random weights with a large deviation, so that the model's outputs differ clearly."""
     tokenizer = Tokenizer.train([TEXT * 3], 300)
     sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.1)
-    save(Transformer(sizes, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+    save(Transformer(sizes, seed=config.seed), run.folder, tokenizer)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def opinions(config: TinyConfig, run: StageRun) -> None:
     """Write a reward model with random weights, and the tokenizer of `tiny`."""
     tiny.function(config, run)
     tokenizer, sizes = Tokenizer.load(run.folder), load(run.folder).config
-    save(Transformer(sizes, "scalar", torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+    save(Transformer(sizes, "scalar", seed=config.seed), run.folder, tokenizer)
 
 
 @pytest.mark.parametrize(("models", "steps"), [(1, 3), (2, 4), (3, 4), (4, 2)])

@@ -76,7 +76,7 @@ def stranger(config: SeededConfig, run: StageRun) -> None:
     """Write a model with another tokenizer."""
     tokenizer = Tokenizer.train(["quite other words, again and again " * 5], 290)
     sizes = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    save(Transformer(sizes, generator=torch.Generator().manual_seed(0)), run.folder, tokenizer)
+    save(Transformer(sizes, seed=0), run.folder, tokenizer)
 
 
 def test_what_cannot_be_distilled_is_refused(tmp_path: Path, tiny_model: Tiny) -> None:

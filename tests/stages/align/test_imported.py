@@ -52,7 +52,7 @@ def checkpoint(name: str, folder: Path) -> Path:
         vocab_size=tokenizer.vocab_size + 3, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.1, **FAMILIES[name],
     )  # fmt: skip
-    save(Transformer(config, generator=torch.Generator().manual_seed(0)), folder / "own", tokenizer)
+    save(Transformer(config, seed=0), folder / "own", tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "own", dtype=torch.float32)
     theirs.generation_config = transformers.GenerationConfig(eos_token_id=list(tokenizer.stop_ids), **GENERATION[name])
     theirs.save_pretrained(folder / "theirs")

@@ -164,7 +164,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path, tiny_model: Tiny) -> No
         moe={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     )  # fmt: skip
     with pytest.raises(ValueError, match="experts' matrices of a mixture cannot be kept in 4 bits"):
-        to_nf4(Transformer(sizes, generator=torch.Generator().manual_seed(0)))
+        to_nf4(Transformer(sizes, seed=0))
 
 
 def test_what_cannot_go_together_is_refused() -> None:

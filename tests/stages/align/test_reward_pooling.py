@@ -42,8 +42,8 @@ def rewards_by_hand(model: Transformer, prompt: list[int], answer: list[int]) ->
 
 def test_the_mean_is_over_the_answers_own_tokens() -> None:
     config = ModelConfig(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, initializer_range=0.4)
-    mean = Transformer(config.replace(reward_pooling="mean", model_type=""), "scalar", torch.Generator().manual_seed(1))
-    last = Transformer(config, "scalar", torch.Generator().manual_seed(1))
+    mean = Transformer(config.replace(reward_pooling="mean", model_type=""), "scalar", seed=1)
+    last = Transformer(config, "scalar", seed=1)
     prompts, answers = [[1, 2, 3], [4]], [[[5], [6, 7, 8]], [[9, 10], [11, 12, 13, 14]]]
     targets = o.Targets.from_answers(prompts, answers)
     flat = [(prompt, answer) for prompt, some in zip(prompts, answers, strict=True) for answer in some]

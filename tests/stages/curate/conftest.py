@@ -46,7 +46,6 @@ def _themed(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
 
 def _small_model(store: Store, texts: list[str]) -> Artifact:
     """Return a small untrained model as an artifact."""
-    import torch
 
     from puna.models.config import ModelConfig
     from puna.models.formats.checkpoint import save
@@ -57,7 +56,7 @@ def _small_model(store: Store, texts: list[str]) -> Artifact:
     config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
                          num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
     model = Transformer(config)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialise(0)
     with store.work("e" * 64) as work:
         save(model, work.output, tokenizer)
         return work.commit("model", "e" * 64, Identity(stage="import"))

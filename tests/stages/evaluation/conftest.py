@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from puna.models.config import ModelConfig
@@ -28,7 +27,7 @@ def saved(folder: Path, seed: int = 0, context: int = 256, groups: int = 1, laye
         vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=groups,
         max_position_embeddings=context, initializer_range=0.3,
     )  # fmt: skip
-    save(Transformer(shape, generator=torch.Generator().manual_seed(seed)), folder, tokenizer)
+    save(Transformer(shape, seed=seed), folder, tokenizer)
     return folder
 
 

@@ -40,7 +40,7 @@ def checkpoint(name: str, folder: Path, **changes: object) -> Tokenizer:
         vocab_size=tokenizer.vocab_size + 3, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.2, **{**FAMILIES[name], **changes},
     )  # fmt: skip
-    save(Transformer(config, generator=torch.Generator().manual_seed(0)), folder, tokenizer)
+    save(Transformer(config, seed=0), folder, tokenizer)
     return tokenizer
 
 
@@ -85,7 +85,7 @@ def test_four_bits_go_out_by_a_text_and_come_in(tmp_path: Path, store: Store):
     """By the command line; impossible conversions are refused without leaving a file."""
     tokenizer = made("qwen2_5")
     config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
-    save(Transformer(config, generator=torch.Generator().manual_seed(0)), tmp_path / "own", tokenizer)
+    save(Transformer(config, seed=0), tmp_path / "own", tokenizer)
     model, text = imported(tmp_path / "own", store), tmp_path / "text.txt"
     command = ["export", model.id, str(tmp_path / "out"), "--store", str(store.root)]
     text.write_text("What is the capital of Peru? " * 20)

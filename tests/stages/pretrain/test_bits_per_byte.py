@@ -17,7 +17,7 @@ from puna.stages.training import bits_per_byte
 
 
 def model(seed: int = 0) -> Transformer:
-    return Transformer(ModelConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3), generator=torch.Generator().manual_seed(seed))
+    return Transformer(ModelConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3), seed=seed)
 
 
 @given(length=st.integers(1, 300), context=st.integers(2, 64))
@@ -51,7 +51,7 @@ def test_nats_equal_scoring_one_token_at_a_time() -> None:
 
 
 def test_a_uniform_model_needs_log2_of_the_vocabulary_per_token() -> None:
-    flat = Transformer(ModelConfig(vocab_size=64, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1), generator=torch.Generator().manual_seed(0))
+    flat = Transformer(ModelConfig(vocab_size=64, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1), seed=0)
     with torch.no_grad():
         for parameter in flat.parameters():
             parameter.zero_()

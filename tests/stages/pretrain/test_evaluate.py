@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import pytest
-import torch
 from pydantic import Field
 
 from puna.models.config import ModelConfig
@@ -44,7 +43,7 @@ def tiny_model(config: TinyConfig, run: StageRun) -> None:
     """Write a small random model."""
     tokenizer = Tokenizer.train([sentences(i, 60) for i in range(30)], 300)
     shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.2)
-    save(Transformer(shape, generator=torch.Generator().manual_seed(config.seed)), run.folder, tokenizer)
+    save(Transformer(shape, seed=config.seed), run.folder, tokenizer)
     run.metric("trained_tokens", config.trained_tokens)
 
 

@@ -48,7 +48,7 @@ def test_order_of_pages_does_not_matter_and_short_pages_are_left_out() -> None:
 def test_likelihoods_equal_each_option_alone(tmp_path: Path) -> None:
     tokenizer = Tokenizer.train([text for _, _, text in pages()], 290)
     model = Transformer(
-        ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3), generator=torch.Generator().manual_seed(0)
+        ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3), seed=0
     )
     items = multiple_choice.build(pages(), 4, 3, 3, 2, seed=0)
     found = multiple_choice.likelihoods(model, tokenizer, items, 200)

@@ -147,7 +147,7 @@ def test_passes_split_a_step_without_losing_tokens(tmp_path: Path) -> None:
 
 
 def test_mean_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
-    model = Transformer(ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3), generator=torch.Generator().manual_seed(0))
+    model = Transformer(ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3), seed=0)
     pieces = [np.array([0, 5, 6, 7]), np.array([9, 8]), np.array([0, 1, 2, 3, 4, 5, 6])]
     losses = []
     for piece in pieces:

@@ -36,7 +36,7 @@ class NetConfig(SeededConfig):
 def network(seed: int, tokenizer: Tokenizer) -> Transformer:
     config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                          num_key_value_heads=1, max_position_embeddings=1024, initializer_range=0.3)  # fmt: skip
-    return Transformer(config, generator=torch.Generator().manual_seed(seed))
+    return Transformer(config, seed=seed)
 
 
 @stage(kind="model", version="1")
