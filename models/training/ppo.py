@@ -109,7 +109,7 @@ def train_grpo(
     The reward is the score, less `unfinished_penalty` if the answer was truncated. All tokens of an answer have the answer's advantage
     (`group_advantages`), or each step's tokens have the step's (`step_advantages`), less the whole answer's KL penalty (as in RLOO) over
     its group's mean. The penalty is not divided by the rewards' deviation, or its noise would be all that equal rewards teach.
-    Groups whose advantages are all 0 count in the mean but are not computed, unless there is an entropy bonus.
+    Groups whose advantages are all 0, but for `ROUNDING`, count in the mean but are not computed, unless there is an entropy bonus.
     """
     config = rollouts.config
     objective = Ppo(
@@ -200,6 +200,8 @@ def _train(
 BY_ANSWER = ("scores", "finished")
 BY_TOKEN = ("logprobs", "values", "advantages", "returns", "importance")
 COLUMNS = (*BY_ANSWER, "mask", *BY_TOKEN)
+ROUNDING = 1e-6
+"""Largest advantage of a group with equal rewards, from the rounding of its KL penalty, while policy and reference are equal."""
 
 
 @dataclass
@@ -285,7 +287,7 @@ def _update(trainers: dict[str, Trainer], rollout_state: Begun, config: RolloutS
     minibatch = [rollout_state.groups[i] for i in sorted(part.tolist())]
     teaching = minibatch
     if len(trainers) == 1 and not config.entropy_weight:  # without an advantage a group has no gradient; one group must stay
-        teaching = [group for group in minibatch if bool(group.advantages.any())] or minibatch[:1]
+        teaching = [group for group in minibatch if bool((group.advantages.abs() > ROUNDING).any())] or minibatch[:1]
     tokens, teaching_tokens = (sum(int(group.mask.sum()) for group in groups) for groups in (minibatch, teaching))
     left_out = (tokens - teaching_tokens, (len(minibatch) - len(teaching)) * config.answers)
     packed = pack([len(group) for group in teaching], config.compute.micro_batch_tokens)

@@ -65,7 +65,7 @@ def test_grades_are_those_that_transformers_gives(tmp_path: Path, tiny_model: Ti
     }  # fmt: skip
     judge = {"points": ["right", "follows", "tone"], "code_points": ["no bug", "as meant"], "max_intentions": 4, "below_full": 1.7}
     config = DataQualityConfig(judge=judge, semantic={"max_similarity": 1.0}, reward_quantile=0.5)
-    model = tiny_model(store)
+    model = tiny_model(store, 1)
     made = execute(data_quality, config, {"instructions": instructions(store, rows), "model": model}, store)
     network = AutoModelForCausalLM.from_pretrained(model.path(), dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(model.path())

@@ -136,7 +136,8 @@ def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_mod
     given = SETTINGS | {"rollouts": 1, "compute": {"precision": "bf16"}}
     made = execute(ppo, PpoConfig(reward="product", **given), {"policy": model, "prompts": asked(store), "reward_model": rewarding(store, model)}, store)
     (row,) = made.read("training_log").to_pylist()
-    assert row["kl"] == 0 and load(made.path()).model.embed_tokens.weight.dtype == torch.float32
+    # A reference in fp32 differs by .0006 to .0075 nats per answer; the two passes in bf16 round a few sums otherwise.
+    assert abs(row["kl"]) < 3e-4 and load(made.path()).model.embed_tokens.weight.dtype == torch.float32
 
 
 def test_a_killed_run_goes_on_in_the_precision_that_it_was_begun_in(tmp_path: Path, tiny_model: Tiny, killed_and_resumed: Callable[..., tuple[Artifact, Artifact]]) -> None:

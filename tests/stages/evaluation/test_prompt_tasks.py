@@ -33,7 +33,7 @@ def prompts(store: Store, **change: Any) -> Artifact:
 
 
 def test_scores_are_those_of_the_stage_evaluate(store: Store, model: Callable[..., Artifact]) -> None:
-    asked, given = prompts(store), model(3)
+    asked, given = prompts(store), model(2)
     config = BenchmarkConfig(prompts="chat", max_tokens=40)
     made = execute(benchmark, config, {"model": given, "prompts": [asked]}, store)
     other = execute(evaluate, EvaluateConfig(answers={"max_tokens": 40, "examples": 9}), {"model": given, "prompts": asked}, store)
