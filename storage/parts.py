@@ -295,7 +295,7 @@ class Follower:
         self._rows, self._schema = Stream(table.pieces(low, high), "id"), table.schema
 
     def upto(self, last: str | None) -> pa.Table:
-        """Return the rows not yet returned with ids up to `last` (None: all)."""
+        """Return the rows with ids up to `last` (None: all) that no earlier call returned."""
         pieces = list(self._rows.below(None if last is None else f"{last}\0"))
         return (pa.concat_tables(pieces) if pieces else self._schema.empty_table()).select(self._schema.names)
 

@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and its expected speed: each pass loads `streamed` of `layers` layers. `pages`: KV cache bytes; `memory`: total bytes."""
+    """A generation plan with its speed. Each pass loads `streamed` of `layers` layers. `pages`: KV cache bytes; `memory`: total bytes."""
 
     streamed: int
     layers: int
