@@ -31,7 +31,7 @@ def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
     """Return a read-only SQL connection to an existing store. `connect(store).sql("from newest.documents")` returns a lazy DuckDB relation.
 
-    The relation's methods `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return the rows.
+    The relation's methods `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return the rows. Without a store, raise PunaError.
     """
     return Catalog(store if isinstance(store, Store) else Store.existing(store))
 

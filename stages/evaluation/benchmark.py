@@ -289,7 +289,7 @@ class Bench:
         return rows
 
     def generate(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers per prompt. A prompt too long for the context loses its beginning. PunaError if max_gen_toks fills the
+        """Return `n` answers per prompt. A prompt too long for the context loses its beginning. Raise PunaError if max_gen_toks fills the
         context."""
         from puna.models.generation import SamplingParams
 

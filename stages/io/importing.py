@@ -132,7 +132,7 @@ class Files:
 
 
 def look(external: External, format: str) -> Files:
-    """Return an input's non-empty files with formats and splits. PunaError if a format is unknown, or if no file has rows."""
+    """Return an input's non-empty files with formats and splits. Raise PunaError if a format is unknown, or if no file has rows."""
     results, whole = Files(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:

@@ -153,7 +153,7 @@ def _sources(
 
 
 def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
-    """Return the phases with steps, and the tokens read before each if all rows are full. PunaError if row lengths within a phase
+    """Return the phases with steps, and the tokens read before each if all rows are full. Raise PunaError if row lengths within a phase
     differ."""
     phases, starts, read = [], [], 0
     for phase in config.phases:

@@ -70,7 +70,7 @@ def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
 
 
 def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
-    """Yield record batches of at most `BATCH_ROWS` rows from a Parquet file or a data set's Arrow stream. PunaError if unreadable."""
+    """Yield record batches of at most `BATCH_ROWS` rows from a Parquet file or a data set's Arrow stream. Raise PunaError if unreadable."""
     number = 0
     try:
         if kind == "parquet":

@@ -298,7 +298,7 @@ class _Lines:
 
 
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
-    """Yield one row or fault per record after the header; cells are text. `delimiter`: "" detects it. PunaError for a bad header."""
+    """Yield one row or fault per record after the header; cells are text. `delimiter`: "" detects it. Raise PunaError for a bad header."""
     csv.field_size_limit(max_row_bytes)
     with errors_at(f"{name}: its header line, the names of the columns, cannot be read", csv.Error, *DAMAGE):
         delimiter = delimiter or delimiter_of(source.peek(1 << 16))

@@ -77,7 +77,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = by_tier,
 ) -> list[Ranked]:  # fmt: skip
-    """Return an example per prompt with the ranked answers of its preferences, or several beyond `limit` tokens. `bad` drops unfit rows."""
+    """Return an example per prompt with its preferences' ranked answers, or several if over `limit` tokens. `bad` drops unfit rows."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []

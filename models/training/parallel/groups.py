@@ -66,7 +66,7 @@ class Groups:
         return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
 
     def answering(self, held: Parallel) -> Parallel:
-        """Return the model that this rank samples from: `held` if it only samples or ranks sample from pieces, else the gathered model."""
+        """Return the model that this rank samples from: gathered if it also trains and ranks sample from whole models, else `held`."""
         if not self.trains or _in_pieces(held.mesh.layout):
             return held
         held.publish(held.parameters)
