@@ -92,7 +92,7 @@ class Endpoint:
         self._opener = urllib.request.build_opener(_Unmoved)
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
-        """Return a reply to each request (`messages`, other OpenAI fields); equal requests share one. PunaError if the endpoint fails."""
+        """Return a reply to each request (`messages`, other OpenAI fields), one for equal requests. Raise PunaError on failure."""
         requests = [self._whole(body) for body in bodies]
         replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}

@@ -49,7 +49,7 @@ class Cache:
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch files in `versions` (name → version) without such a copy, by fetch(name, path). Pin all; evict others from a full cache."""
+        """Fetch by fetch(name, path) the files of `versions` (name → version) that lack a copy. Pin all; evict others from a full cache."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False

@@ -233,7 +233,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's result from an earlier attempt with equally many runs, or None. Raise `Damaged` if one of its files is damaged."""
+    """Return the job's result from an earlier attempt with as many runs, or None. Raise `Damaged` if one of its files is damaged."""
     if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]

@@ -229,7 +229,7 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
 
 
 class _Runner(Runner):
-    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's own kills them, and the server still shows them as running."""
+    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's own runner kills them, and the server still shows them running."""
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
         """Interrupt the runs in progress, so that they report their end to the server; then end the runner."""

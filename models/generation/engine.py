@@ -265,7 +265,7 @@ class Engine:
         return self._draw_tokens(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
 
     def _end(self, ready: Sequence[Answer], drawn: Drawn | None) -> list[Event]:
-        """Record the drawn tokens in their answers; return the events."""
+        """Record the drawn tokens in their answers, cancel requests with errors, and return the events."""
         if drawn is None:
             return []
         each = zip(drawn.tokens, drawn.logprobs, map(drawn.errors.get, range(len(drawn.tokens))), strict=True)

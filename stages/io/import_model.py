@@ -34,7 +34,7 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """Download the files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. PunaError on failure."""
+    """Download files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. Raise PunaError on failure."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError

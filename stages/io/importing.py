@@ -369,7 +369,7 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
 
 
 def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return a partition's first row of each id and its dropped rows, as tables, and counts. `bad_rows` refuse: PunaError for repeats."""
+    """Return a partition's first row of each id and its dropped rows, as tables, and counts. Refuse repeats if `bad_rows` says so."""
     rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
     ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
     (first, repeated), again = repetitions(ids), []

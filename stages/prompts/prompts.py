@@ -68,7 +68,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 
 
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
-    """Return one task's rows of the prompts table, without questions in `taken`; add all draws to `taken`. PunaError if too few remain."""
+    """Return one task's rows of the prompts table, without questions in `taken`; add all draws to `taken`. Raise PunaError if too few."""
     pool: dict[str, Drawn] = {}
     for draw in draw_questions(task, config.draws, seed):
         pool.setdefault(draw.question, draw)

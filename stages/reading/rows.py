@@ -59,7 +59,7 @@ def format_of(name: str, head: bytes) -> str | None:
 
 
 def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """Yield a row or a fault for each record of a file in the format `kind`, in order. PunaError for a bad columnar file or CSV header."""
+    """Yield a row or fault for each record of a file of format `kind`, in order. Raise PunaError for a bad columnar file or CSV header."""
     unpacking = Unpacking(name, handle)
     if kind in COLUMNAR:
         number = 0

@@ -67,7 +67,7 @@ class Group:
 
 
 def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Return at most `most` groups of training documents: `KEPT`, the largest others by bytes, one for the rest. PunaError without text."""
+    """Return up to `most` groups of training documents: `KEPT`, the largest by bytes, one for the rest. Raise PunaError without text."""
     totals: dict[str, Amount] = {}
     for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():

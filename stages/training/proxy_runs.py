@@ -130,7 +130,7 @@ def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDAr
 
 
 def resize(shape: ModelShape, width: int) -> ModelShape:
-    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide. ValueError if impossible."""
+    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide, or raise ValueError."""
     share = width / shape.hidden_size
     heads = max(1, round(width / (shape.head_dim or shape.hidden_size // shape.num_attention_heads)))
     if width % (2 * heads):

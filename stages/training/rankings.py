@@ -51,7 +51,7 @@ def by_tier(row: dict[str, Any]) -> Tiers:
 
 
 def by_label(row: dict[str, Any]) -> Tiers:
-    """Return a preference's good (including edited) and bad answers as two tiers, without those in between. BadRow if neither is known."""
+    """Return a preference's good (also edited) and bad answers as two tiers, without those in between. Raise BadRow if neither is known."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")

@@ -58,7 +58,7 @@ class Example:
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
     """Return a row's context and ranked answers, tokenized. Answer tokens that only the chat template adds are masked.
 
-    `groups`: tiers of equals, best first. An answer ends in its stop token unless it has `finished: false`. BadRow if rendering fails.
+    `groups`: tiers of equals, best first. An answer ends in its stop token unless it has `finished: false`. Raise BadRow on failure.
     """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
@@ -78,7 +78,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
     """Return a conversation, tokenized for learning the assistant's turns and their end tokens; tokens between the turns are masked.
 
-    There are several examples if the template renders earlier answers differently once a later turn follows. BadRow if rendering fails.
+    There are several examples if the template renders earlier answers differently once a later turn follows. Raise BadRow on failure.
     """
     with rendering(row):
         rows = tokenizer.render(messages_of(row), tools_of(row))
