@@ -1,7 +1,6 @@
 """A cache of local copies of an object store's files, for libraries that read by path. A full cache evicts the least recently used entries.
 
-The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: maximum size per
-store."""
+The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: size per store."""
 
 from __future__ import annotations
 

@@ -84,8 +84,7 @@ class Catalog:
                 create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:
-        """Add files that a view reads, and verify the checksums of all files added so far, those added last (the newest artifact's)
-        first."""
+        """Add files that a view reads, and verify the checksums of all files added so far; the last (the newest artifact's) come first."""
         self._read += names
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 

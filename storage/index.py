@@ -1,7 +1,6 @@
 """The index: a summary of a store's manifests in one file, so that not all manifests need to be read every time.
 
-Each line has its manifest's version and a checksum, and the manifests are always listed, so an outdated or damaged index only costs
-time."""
+Each line has its manifest's version and a checksum, and manifests are always listed, so an outdated or damaged index costs only time."""
 
 from __future__ import annotations
 

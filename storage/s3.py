@@ -142,7 +142,7 @@ class S3Files(Bucket, Files):
         return self.swap_version(name, data, version) is not None
 
     def swap_version(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Write like `swap`, and return the new version; None if the file's version is not `version`."""
+        """Write like `swap`, and return the new version; None if the file's version is not `version`. Raise PunaError under contention."""
         nonce = uuid.uuid4().hex
         mode: PutMode = "create" if version is None else {"e_tag": version}
         for attempt in range(TRIES):

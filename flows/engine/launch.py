@@ -122,7 +122,7 @@ def run(request: Request, store: Store) -> None:
 
 
 def run_flow(flow: Flow, request: Request, store: Store) -> str:
-    """Run a flow and write its report; return the name of the run."""
+    """Run a flow and write its report; return the name of the run. Raise PunaError if the request is invalid or a step fails."""
     if request.alias is not None:
         raise PunaError(f"--as: {flow.name} is a flow, which sets its own aliases; use `--as` with a stage")
     recipe = request.recipe_of(flow)

@@ -150,7 +150,7 @@ def join_rows(rows: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return id → row for the rows of an artifact whose ids are in `wanted`, with the fields that a card shows."""
+    """Return id → row, with the fields that a card shows, for the artifact's rows with ids in `wanted`; {} if it holds no texts."""
     names = artifact.columns()
     column = next((n for n in ("text", "body", "messages") if n in names), None)
     if column is None:

@@ -249,7 +249,8 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
     ) -> SequenceClassifierOutputWithPast:  # fmt: skip
-        """Return scores [B, labels] of each row's last token in the mask (no mask: last non-padding one); with `labels`, also the loss."""
+        """Return scores [B, labels] of each row's last token in the mask (no mask: last non-padding one); with `labels`, also the loss.
+        Raise ValueError for several rows with neither a mask nor a padding token."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

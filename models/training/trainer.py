@@ -305,6 +305,7 @@ def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: M
     """Return the configured optimiser (as `Owners` for matrices split across ranks), and AdamW for the weights that it does not take.
 
     A group's `scale` multiplies its learning rate: the parameter's value in `scales`, else 1, times `embedding_scale` for embeddings.
+    Raise ValueError if `scales` names an unknown parameter.
     """
     settings, model = config.optimizer, held.whole
     if unknown := sorted(scales.keys() - weights.keys()):

@@ -132,8 +132,7 @@ def pretrain(
 def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
-    """Return name → packed tokens. Raise PunaError for tokens that are missing, that no phase reads, or that come from another
-    tokenizer."""
+    """Return name → packed tokens. Raise PunaError for tokens that are missing, unread or of another tokenizer."""
     read = {name: phase.name for phase in config.phases for name in phase.sources}
     for name, phase_name in read.items():
         if given[name] is None:

@@ -105,7 +105,8 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:
-    """Yield the questions of `count` draws, skipping draws that divide by 0. reasoning-gym seeds draw i with seed + i · `apart`."""
+    """Yield the questions of `count` draws, skipping draws that divide by 0. reasoning-gym seeds draw i with seed + i · `apart`.
+    Raise PunaError for the task codeio, which would run programs outside the sandbox."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)

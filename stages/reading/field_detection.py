@@ -40,7 +40,7 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the fields in an input's rows, or None if no file has any. PunaError instead if all files are tables and one has no text.
+    """Return the fields in an input's rows, or None if no file has any. Raise PunaError if all files are tables and one has no text.
 
     If files differ, fields with usual names are preferred, then the fields of the files with the most bytes.
     """

@@ -129,8 +129,7 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 def training_prompts(
     given: Sequence[dict[str, Any]], model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:  # fmt: skip
-    """Return the training prompts' rows, and (row, prompt token ids) of each row that fits. Raise PunaError if there are rows but none
-    fits.
+    """Return the training prompts' rows, and (row, prompt token ids) of those that fit. Raise PunaError if there are rows but none fits.
 
     A prompt must fit into the model's context with one answer of `max_tokens`, and into a packed row with all its `answers`."""
     rows = [one for one in given if one["split"] == "train"]

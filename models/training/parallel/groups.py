@@ -73,7 +73,7 @@ class Groups:
         return Parallel(held.whole, Mesh(ONE))
 
     def ask(self, held: Parallel, order: dict[str, Any]) -> None:
-        """Send an order and the trained weights, each gathered whole in turn, from the training ranks to the sampling ranks."""
+        """Send an order and the trained weights, each gathered in turn, from training to sampling ranks. Raise ValueError on GPUs."""
         if held.device.type == "cuda":
             raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
         digests, first = dict[str, str](), dist.get_rank() == self._training[0]
