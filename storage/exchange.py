@@ -256,7 +256,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return the exchange of all jobs' results. Its parts are partitions or, at the first level, groups. Columns must be equal."""
+    """Return all jobs' results as an exchange of partitions or, at the first level, of groups. Raise PunaError if their columns differ."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange returned tables with different columns")

@@ -63,8 +63,7 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if more of it is
-        unread."""
+        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if it has unread rows."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))

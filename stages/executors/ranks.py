@@ -59,8 +59,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Run a stage on all processes inside the `with` block; a failed exchange becomes PunaError. `job`: sent to followers, whose is
-    None."""
+    """Run a stage on all processes inside the `with` block; a failed exchange becomes PunaError. `job`: sent to followers (there None)."""
     from puna.models.training.parallel import mesh
 
     mesh.together = True

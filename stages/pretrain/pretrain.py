@@ -152,8 +152,7 @@ def _sources(
 
 
 def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
-    """Return the phases with steps, and the tokens read before each if all rows are full. Raise PunaError if row lengths within a phase
-    differ."""
+    """Return the phases with steps, and the tokens before each if all rows are full. Raise PunaError if a phase has several row lengths."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
         if len(rows := {sources[name].row_length for name in phase.sources}) > 1:

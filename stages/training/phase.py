@@ -145,8 +145,7 @@ class Phase(StageConfig):
         return Ramp(rows, starts)
 
     def relay(self, sources: Mapping[str, Packed], aside: Collection[str], seed: int, begin: int, places: Places, before: int = 0) -> Relay:
-        """Return the readers of a phase that starts after `before` tokens of the run. They skip documents in `aside`, and update
-        `places`."""
+        """Return the readers of a phase that starts after `before` tokens of the run. They skip documents in `aside`. Update `places`."""
         row = sources[self.tokens].row_length * self.join_rows
         starts, _, _, names = zip(*self._changes(row, before)[0], strict=True)
         rows = [self.growth(row, before).before(min(step, self.steps + 1)) for step in (*starts, self.steps + 1)]
