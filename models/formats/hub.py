@@ -90,7 +90,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Return a wrapper that shares `model`'s weights in training, too; ValueError for another head. `options`: configuration fields."""
+        """Wrap `model`, sharing its weights even in training. Raise ValueError for another head. `options`: configuration fields."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
         if cls.head == "scalar":
