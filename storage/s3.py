@@ -276,7 +276,7 @@ class S3Files(Bucket, Files):
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
-    """Return the cached size of a file; committed files never change."""
+    """Return the size of a file, cached because committed files never change; raise FileNotFoundError if it is missing."""
     stat = files.stat(name)
     if stat is None:
         raise FileNotFoundError(f"{files.uri}/{name}")

@@ -176,7 +176,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, **used: object) -> list[Estimate]:
     """Return up to `most` estimates that fit, fastest first, one per set of axes; if none fits, the one of fewest bytes.
-    `checkpointing` is varied. A layout refused on GPUs (see `Layout.refusal` for `used`) is planned in fp32, if not refused there, too."""
+    `checkpointing` is varied. A layout refused on GPUs (`used`: see `Layout.refusal`) is planned in fp32, or left out if refused again."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):
