@@ -81,7 +81,7 @@ class _Unmoved(urllib.request.HTTPRedirectHandler):
 
 class Endpoint:
     """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run sends only
-    unanswered requests. `write` copies all exchanges to the side table `exchanges`."""
+    unanswered requests. `write` copies all exchanges to the side table `exchanges`. PunaError is raised without the API key."""
 
     def __init__(self, config: EndpointConfig, run: StageRun) -> None:
         if unmet := config.unmet("endpoint"):

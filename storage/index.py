@@ -48,7 +48,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is the artifact's, unchanged."""
+    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is this artifact's and consistent."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

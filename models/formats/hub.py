@@ -231,7 +231,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
 
 
 class PunaForSequenceClassification(PunaPreTrainedModel):
-    """The reward model: the scores of each sequence, read at its last real token."""
+    """The reward model: the scores of each sequence, read at its last real token. A model with mean pooling raises ValueError."""
 
     head: Head | None = "scalar"
 

@@ -112,6 +112,7 @@ class Engine:
     sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, but at least one per running answer.
     memory: bytes of the KV cache. `generation_room` replaces a None in these three. exact: give log-probs bit-identical to training's, only
     in fp32 on a CPU. window: keep only the first `sinks` and last `window` tokens of each sequence (`sinks.py`); None: keep all.
+    The constructor raises ValueError for a model without a language-model head, or for `sinks` and `window` that do not suit it.
     """
 
     caches: list[Cache]

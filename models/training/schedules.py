@@ -11,7 +11,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Ramp:
-    """A batch size or sequence length that grows, as in Llama 3 405B (section 3.4.1): `values[i]` from step `starts[i]` on (1-based)."""
+    """A batch size or sequence length that grows, as in Llama 3 405B (section 3.4.1): `values[i]` from step `starts[i]` on (1-based).
+    The constructor raises ValueError if values fall, or if starts do not rise from 1."""
 
     values: tuple[int, ...]
     starts: tuple[int, ...] = (1,)

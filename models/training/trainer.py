@@ -99,7 +99,7 @@ def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> It
 
 
 class Trainer:
-    """A model with its objective and optimisers, trained one optimisation step at a time.
+    """A model with its objective and optimisers, trained step by step. The constructor raises ValueError if no weight is to be trained.
 
     `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser updates while
     the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights and, under a layout, whole weights.

@@ -173,7 +173,7 @@ class Reader:
 
     `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut between these rows
     is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a number of rows for each step.
-    `longest` gives a length for each step; a row's documents are cut at its multiples."""
+    `longest` gives a length for each step; a row's documents are cut at its multiples. PunaError is raised if no row remains."""
 
     packed: Packed
     excluded: npt.NDArray[np.bool_]

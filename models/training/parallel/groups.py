@@ -34,7 +34,7 @@ class Groups:
 
     generate: number of ranks that only sample; 0: all ranks train and sample. tensor: number of sampling ranks that hold one model.
     members: the processes, by their rank in the default group; None: all. `mesh`: the ranks of this rank's group; `sampling`: the ranks
-    that share the prompts; `trains`: True if this rank trains.
+    that share the prompts; `trains`: True if this rank trains. The constructor raises ValueError if no rank would train.
     """
 
     def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None, tensor: int = 1) -> None:
