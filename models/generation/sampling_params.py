@@ -17,7 +17,7 @@ Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] boo
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of one prompt's answers.
+    """The sampling parameters of one prompt's answers. Invalid values raise ValueError.
 
     n: number of answers. temperature: divides the logits; 0, or less than `COLDEST`, takes the likeliest token. top_k: draw from the k
     likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose probabilities reach top_p (nucleus sampling,
@@ -26,7 +26,7 @@ class SamplingParams:
     tokens and answer number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the
     answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each
     occurrence. logit_bias: added to logits, by token id. mask: returns the tokens that may follow. speculate: maximum tokens that a step
-    may guess ahead (`schedule.Pace`); 0 with a mask. priority: the lowest starts first. Values out of range raise ValueError.
+    may guess ahead (`schedule.Pace`); 0 with a mask. priority: waiting requests with the lowest number start first.
     """
 
     n: int = 1

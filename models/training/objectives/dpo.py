@@ -129,7 +129,7 @@ def reference_logprobs(model: Model, targets: Targets) -> Tensor:
 
 @dataclass(frozen=True)
 class KtoBatch(Batch):
-    """Labelled answers, and mismatched ones (to other prompts), which serve to estimate the KL divergence. Wrong shapes raise ValueError.
+    """Labelled answers, and mismatched ones (to other prompts) for the KL divergence from the reference. Wrong shapes raise ValueError.
 
     targets              each prompt once, with its answers as branches; tokens whose mask is False do not enter the preference term
     desirable            [A] bool, True for a good answer

@@ -102,7 +102,7 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 
 @dataclass(frozen=True)
 class PpoBatch(Batch):
-    """Sampled answers with the constants of their rollout; all tensors are [N] float32, in the targets' order; else ValueError.
+    """Sampled answers with the constants of their rollout; all tensors are [N] float32, in the targets' order. Others raise ValueError.
 
     `importance`: factors on the policy's loss, by token; None: 1. `left_out`: number of the update's answer tokens that are in no batch,
     because they have no gradient; `answers_left_out`: number of answers that these tokens form. The normalizers count both.
