@@ -72,7 +72,8 @@ def learned_from(judged: Sequence[Output]) -> None:
 
 
 def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:
-    """Distil the teacher, if there is one, into the student, and return it. `compared`: also evaluate SFT on the teacher's samples."""
+    """Return the student, distilled from the teacher if there is one. `compared`: also evaluate SFT on the teacher's samples.
+    Raise PunaError if a teacher is given but the recipe has no step `distill`."""
     if teacher is None:
         return student
     configs = current_walk().configs(Step("distill", "distill", distill, off=True))

@@ -22,8 +22,8 @@ def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Outpu
     """Train a model by DPO on preferences between refusals and other answers, and measure violations and false refusals.
 
     Violations are answers to harmful held-out prompts; false refusals are refusals of borderline ones. An answer that reaches the token
-    limit counts as a mistake. Evaluated: the given model and the trained policy; both with a system message, if the recipe names `told`;
-    and the given model finetuned on the better answers, if the recipe names `sft`.
+    limit counts as a mistake. The given model and the trained policy are evaluated: with `told` in the recipe, also with a system message;
+    with `sft`, the given model finetuned on the better answers is evaluated too.
     """
     tasks = step(refusal_prompts, preferences=judged)
     told = step(refusal_prompts, "told", off=True, preferences=judged)

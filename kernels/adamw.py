@@ -251,7 +251,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def clipping_factor(norm: Tensor, clip: float) -> Tensor:
-    """Return the factor that clips gradients of this norm to `clip`, as torch.nn.utils.clip_grad_norm_ computes it."""
+    """Return the factor that clips gradients of this norm to `clip`, as torch's clip_grad_norm_ does. Raise ValueError if `clip` <= 0."""
     if clip <= 0:
         raise ValueError(f"clip must be positive, not {clip}")
     return (clip / (norm + 1e-6)).clamp_max(1.0)

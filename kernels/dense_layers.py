@@ -238,7 +238,7 @@ def _layers_loop(step: Any, layers: Any, plan: Arrays, room: Arrays) -> None:
 
 class DenseLayers:
     """The layers and their scratch memory, which is kept from step to step. Weights may change in place but may not move; INT8 weights may
-    not change. Raise ValueError unless the layers' weights are contiguous, on CPU, fp32 (INT8 if with a scale and the CPU has VNNI)."""
+    not change. The constructor raises ValueError unless weights are contiguous, on CPU, in fp32 (INT8 if scaled and the CPU has VNNI)."""
 
     def __init__(
         self, layers: Sequence[DenseLayer], norm: Tensor | None, heads: int, groups: int, head_dim: int, eps: float,

@@ -254,7 +254,8 @@ def dispatch(x_TD: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
 
 
 def combine(y_ND: Tensor, weight_Tk: Tensor, order_N: Tensor, place_N: Tensor) -> Tensor:
-    """Return [T, D] in y's dtype: the weighted sum of each token's k rows. Undoes `dispatch`'s order; differentiable in y and weight."""
+    """Return [T, D] in y's dtype: the weighted sum of each token's k rows. Undoes `dispatch`'s order; differentiable in y and weight.
+    Raise ValueError unless y has one row per weight."""
     if y_ND.shape[0] != weight_Tk.numel():
         raise ValueError(f"{len(y_ND)} rows for weights {list(weight_Tk.shape)}: each weight has one")
     return _combine_rows(y_ND, weight_Tk, order_N, place_N)  # type: ignore[no-any-return]

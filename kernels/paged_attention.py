@@ -58,7 +58,7 @@ Arrays = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """The pages that a step's queries see, as CPU tensors; `items` are copied to `device`.
+    """The pages that a step's queries see, as CPU tensors; `items` are copied to `device`. Unfit tensors raise ValueError.
 
     tables    [B, W] int32   each sequence's pages, in order; not checked against P
     sequence  [N] int32      each query's sequence; only neighbouring queries, at most TILE, share page reads
@@ -382,6 +382,7 @@ def paged_attention(
 
     Pages come from `new_pages`; on a CPU, slower torch operators read any other layout (such as values inside keys). With a `window` a
     query sees the last `window` tokens of its sequence up to and including itself. On a CPU, all values in a plan's pages must be finite.
+    Raise ValueError if shapes or the plan do not fit.
     """
     (N, H, K), (S, G) = q_NHK.shape, k_PSGK.shape[1:3]
     if k_PSGK.shape[:3] != v_PSGV.shape[:3] or k_PSGK.shape[3] != K or H % G or len(plan.sequence) != N or S != PAGE:

@@ -46,7 +46,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 @strict_jit
 def norm_row(width: int, x: Address, residual: Address, weight: Address, eps: float, total: Address, y: Address) -> np.float32:
-    """Write one normalised row to y; return r. If `residual` is not 0, write x + residual to `total` and normalise this sum."""
+    """Write one normalised row to y; return r (see the module). If `residual` is not 0, write x + residual to `total` and normalise it."""
     squares = fill(np.float32(0))
     for i in range(0, width, LANES):
         z = load_first(x + 4 * i, width - i)
@@ -277,7 +277,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (RMSNorm of the total, total = x + residual), both with x's shape and dtype, in one pass."""
+    """Return (RMSNorm of the total, total = x + residual), both like x, in one pass. Raise ValueError if x and residual are unlike."""
     if x_TD.shape != residual_TD.shape or x_TD.dtype != residual_TD.dtype:
         raise ValueError(
             f"x is {x_TD.dtype} {list(x_TD.shape)}, residual {residual_TD.dtype} {list(residual_TD.shape)}: they must be alike"

@@ -46,7 +46,7 @@ class Settings(BaseModel):
 
 
 def _forget(settings: object, value: Any) -> None:
-    """Remove the fields that do not affect results from `value`, the JSON value of settings or of a list of settings, in place."""
+    """Remove from `value`, in place, the fields that do not affect results. `value`: JSON value of the settings or list of settings."""
     if isinstance(settings, list | tuple):
         for item, own in zip(settings, value, strict=True):
             _forget(item, own)

@@ -81,7 +81,7 @@ class _Unmoved(urllib.request.HTTPRedirectHandler):
 
 class Endpoint:
     """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run sends only
-    unanswered requests. `write` copies all exchanges to the side table `exchanges`."""
+    unanswered requests. `write` copies all exchanges to the side table `exchanges`. PunaError is raised without the API key."""
 
     def __init__(self, config: EndpointConfig, run: StageRun) -> None:
         if unmet := config.unmet("endpoint"):
@@ -92,7 +92,7 @@ class Endpoint:
         self._opener = urllib.request.build_opener(_Unmoved)
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
-        """Return a reply to each request (`messages`, other OpenAI fields); equal requests share one. PunaError if the endpoint fails."""
+        """Return a reply to each request (`messages`, other OpenAI fields), one for equal requests. Raise PunaError on failure."""
         requests = [self._whole(body) for body in bodies]
         replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}

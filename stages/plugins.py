@@ -35,7 +35,7 @@ def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, 
 
 
 def offers(group: str) -> dict[str, object]:
-    """Return name → plugin (module or object, imported once) of installed packages in `group`. PunaError if it is not one of `GROUPS`.
+    """Return name → plugin (module or object, imported once) of installed packages in `group`. Raise PunaError if `GROUPS` lacks it.
 
     A plugin that cannot be imported, or whose name is taken, is left out, logged, and listed by `broken_plugins`.
     """

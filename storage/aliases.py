@@ -45,7 +45,7 @@ class Aliases:
         self.project = checked_project(project)
 
     def target(self, alias: str) -> tuple[str, str] | None:
-        """Return the (kind, key) that an alias points to; None if it does not exist. PunaError for an invalid name or a damaged file."""
+        """Return an alias's (kind, key); None if it does not exist. Raise PunaError for an invalid name or a damaged file."""
         fields = read_pointer(self._files, self._file(alias))
         return None if fields is None else (fields["kind"], fields["key"])
 

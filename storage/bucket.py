@@ -43,8 +43,7 @@ class Bucket:
         return _connect(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _request(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Return a request's response, retrying beyond the client's own retries. `written`: a 404 means a missing bucket, not a missing
-        file."""
+        """Return a request's response, retrying beyond the client's own retries. `written`: a 404 means a missing bucket, not file."""
         for attempt in range(TRIES):
             try:
                 return request()

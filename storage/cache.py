@@ -1,7 +1,6 @@
 """A cache of local copies of an object store's files, for libraries that read by path. A full cache evicts the least recently used entries.
 
-The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: maximum size per
-store."""
+The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: size per store."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class Cache:
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch files in `versions` (name → version) without such a copy, by fetch(name, path). Pin all; evict others from a full cache."""
+        """Fetch by fetch(name, path) the files of `versions` (name → version) that lack a copy. Pin all; evict others from a full cache."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False

@@ -84,8 +84,7 @@ class Catalog:
                 create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:
-        """Add files that a view reads, and verify the checksums of all files added so far, those added last (the newest artifact's)
-        first."""
+        """Add files that a view reads, and verify the checksums of all files added so far; the last (the newest artifact's) come first."""
         self._read += names
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 
@@ -114,7 +113,7 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Return table → number of artifacts with it, for tables in `text` with several; {} if `text` contains the word `artifact`."""
+        """Return table → number of artifacts, for tables named in `text` that several have; {} if `text` contains the word `artifact`."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.names_in(text) if name in KINDS}

@@ -2,7 +2,7 @@
 
 An artifact is suspect if an input was found damaged after the artifact was made, unless its stage verified its inputs after reading them
 (`inputs_compared`, as current stages do). It is also suspect if an input is suspect, or was suspect and is now gone or has other content.
-Running the stage again, or a user's trust, clears it. Suspects are computed from the manifests and a journal of findings."""
+Making it again, or `puna verify ID --trust`, clears it of suspicion. Suspects are computed from the manifests and a journal of findings."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's result from an earlier attempt with equally many runs, or None. Raise `Damaged` if one of its files is damaged."""
+    """Return the job's result from an earlier attempt with as many runs, or None. Raise `Damaged` if one of its files is damaged."""
     if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
@@ -256,7 +256,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return the exchange of all jobs' results. Its parts are partitions or, at the first level, groups. Columns must be equal."""
+    """Return all jobs' results as an exchange of partitions or, at the first level, of groups. Raise PunaError if their columns differ."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange returned tables with different columns")

@@ -1,7 +1,6 @@
 """The index: a summary of a store's manifests in one file, so that not all manifests need to be read every time.
 
-Each line has its manifest's version and a checksum, and the manifests are always listed, so an outdated or damaged index only costs
-time."""
+Each line has its manifest's version and a checksum, and manifests are always listed, so an outdated or damaged index costs only time."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is the artifact's, unchanged."""
+    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is this artifact's and consistent."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

@@ -63,8 +63,7 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if more of it is
-        unread."""
+        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if it has unread rows."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
@@ -295,7 +294,7 @@ class Follower:
         self._rows, self._schema = Stream(table.pieces(low, high), "id"), table.schema
 
     def upto(self, last: str | None) -> pa.Table:
-        """Return the rows not yet returned with ids up to `last` (None: all)."""
+        """Return the rows with ids up to `last` (None: all) that no earlier call returned."""
         pieces = list(self._rows.below(None if last is None else f"{last}\0"))
         return (pa.concat_tables(pieces) if pieces else self._schema.empty_table()).select(self._schema.names)
 

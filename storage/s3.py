@@ -142,7 +142,7 @@ class S3Files(Bucket, Files):
         return self.swap_version(name, data, version) is not None
 
     def swap_version(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Write like `swap`, and return the new version; None if the file's version is not `version`."""
+        """Write like `swap`, and return the new version; None if the file's version is not `version`. Raise PunaError under contention."""
         nonce = uuid.uuid4().hex
         mode: PutMode = "create" if version is None else {"e_tag": version}
         for attempt in range(TRIES):
@@ -276,7 +276,7 @@ class S3Files(Bucket, Files):
 
 @lru_cache(maxsize=100_000)
 def _size(files: S3Files, name: str) -> int:
-    """Return the cached size of a file; committed files never change."""
+    """Return the size of a file, cached because committed files never change; raise FileNotFoundError if it is missing."""
     stat = files.stat(name)
     if stat is None:
         raise FileNotFoundError(f"{files.uri}/{name}")

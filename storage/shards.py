@@ -291,7 +291,7 @@ def facts_of(rows: pa.Table) -> pa.Table:
 
 
 def grows(table: pa.Table, key: tuple[str, ...]) -> bool:
-    """True if keys strictly ascend from row to row, compared by the first column of `key`, then by the second, and so on."""
+    """True if keys strictly ascend from row to row and none is null. They are compared by `key`'s first column, then by the next."""
     larger = None
     for name in reversed(key):
         column = table.column(name).combine_chunks()

@@ -84,7 +84,7 @@ class Store:
 
     @classmethod
     def open(cls, uri: str | Path, project: str | None = None) -> Store:
-        """Return the store at a path, `file://` or `s3://` URI, within a project. Missing folders of the store are created."""
+        """Return the store at a path, `file://` or `s3://` URI, within a project; create missing folders. Raise PunaError if unusable."""
         return cls(files_of(uri), project)
 
     @classmethod

@@ -135,8 +135,7 @@ class Views:
         return self._rows(one["kind"], [one])
 
     def _addresses(self) -> str:
-        """Return SQL for the ids and URLs of all pages and documents. Artifacts made from other pages or documents add none and are
-        skipped."""
+        """Return SQL for the ids and URLs of all pages and documents. Artifacts made from such artifacts add none and are skipped."""
         texts = {one["key"]: one for one in self.entries if one["kind"] in ("pages", "documents")}
         first = [one for one in texts.values() if not any(source["input"] in texts for source in one["inputs"])]
         files = [f"{place_of(one['kind'], one['key'])}/{file}" for one in first for file in one["tables"][one["kind"]]["files"]]

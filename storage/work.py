@@ -166,7 +166,8 @@ class Work:
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
         """Finish the tables, publish all files with the manifest last, remove the work folder, and return the artifact. Of two writers of
-        one key the first wins; the second gets the first one's artifact. A main table with texts adds the metric `characters`."""
+        one key the first wins; the second gets the first one's artifact. A main table with texts adds the metric `characters`. Raise
+        PunaError if the artifact cannot be written."""
         tables_made = self.finish_tables(kind)
         content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
         records = {name: record for table in tables_made.values() for name, (_, record) in table.content.items()}

@@ -76,7 +76,7 @@ def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="New folder;
 def write_project(folder: Path) -> list[Path]:
     """Write the template project to a new folder and return its files, sorted. The folder's name becomes the package's name.
 
-    Raise PunaError if the name is `puna`, a keyword or no lower-case identifier, or if the folder exists or cannot be written.
+    Raise PunaError if the name is `puna`, a keyword or not a lower-case identifier, or if the folder exists or cannot be written.
     """
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":

@@ -31,7 +31,7 @@ def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
     """Return a read-only SQL connection to an existing store. `connect(store).sql("from newest.documents")` returns a lazy DuckDB relation.
 
-    The relation's methods `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return the rows.
+    The relation's methods `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return the rows. Without a store, raise PunaError.
     """
     return Catalog(store if isinstance(store, Store) else Store.existing(store))
 
@@ -53,7 +53,8 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
 def run_flow(
     flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
-    """Run a flow (without `inputs`, on the sample or `INPUT@latest`); return step label → artifact. `changes`: texts as for `--set`."""
+    """Run a flow (without `inputs`, on the sample or `INPUT@latest`); return step label → artifact. `changes`: texts as for `--set`.
+    Raise PunaError if a name, an input or a change is wrong, or if a stage fails."""
     target = launch.target_named(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
     assert isinstance(target, Flow)
     if FLOWS.get(target.name) is not target:

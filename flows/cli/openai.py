@@ -87,7 +87,7 @@ class Answerer:
             raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Return the response to a chat request: the answers to its conversation, whole or streamed."""
+        """Return the response to a chat request: the answers to its conversation, whole or streamed. Raise ApiError if refused."""
         turns, top = [message.turn() for message in body.messages], self._alternatives(body, "top_logprobs")
         tools = body.tools if body.tool_choice == "auto" else None
         names: list[Any] = [tool["function"].get("name") if isinstance(tool.get("function"), dict) else None for tool in tools or ()]

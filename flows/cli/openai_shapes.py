@@ -235,7 +235,7 @@ class Reply:
         return {"token": self.scored.token_text(token), "logprob": logprob, "bytes": None if spelling is None else list(spelling)}
 
     def _top(self, token: int, score: Score) -> dict[str, float] | None:
-        """Return text → log-prob of the likeliest tokens and the token itself; for equal texts, the highest. None without a log-prob."""
+        """Return text → log-prob of the likeliest tokens and the token itself (for equal texts, the highest); None without a log-prob."""
         if score.logprob is None or self.scored is None:
             return None
         top: dict[str, float] = {}

@@ -150,7 +150,7 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
-    """Return the figures of pretraining that `puna plan` prints. `given`: the model to continue; `size`: the size from choose_size.
+    """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size. Several `gpus` need a `gpu`.
 
     Without `gpu`, the device is this CPU; if that would take years, as many `LARGE` GPUs as hold the state and end in `LONGEST`.
     """

@@ -149,7 +149,7 @@ FLOWS: dict[str, Flow] = {}
 
 
 def flow(function: Callable[..., Any]) -> Flow:
-    """Declare a flow: a function that calls `step`. Its parameters are outputs, annotated with their kinds like a stage's inputs."""
+    """Declare a function that calls `step` as a flow. Parameters are outputs, annotated like a stage's inputs. Raise TypeError if unfit."""
     name, doc = function.__name__, inspect.getdoc(function)
     if not doc:
         raise TypeError(f"flow {name}: needs a docstring")

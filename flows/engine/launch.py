@@ -122,7 +122,7 @@ def run(request: Request, store: Store) -> None:
 
 
 def run_flow(flow: Flow, request: Request, store: Store) -> str:
-    """Run a flow and write its report; return the name of the run."""
+    """Run a flow and write its report; return the name of the run. Raise PunaError if the request is invalid or a step fails."""
     if request.alias is not None:
         raise PunaError(f"--as: {flow.name} is a flow, which sets its own aliases; use `--as` with a stage")
     recipe = request.recipe_of(flow)
@@ -198,7 +198,7 @@ def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, 
 
 
 def stage_inputs(stage: Stage, items: Sequence[Item], named: Mapping[str, list[Artifact]] | None = None) -> dict[str, Value]:
-    """Return a stage's inputs: from `named`, else the items of their kind; None without any. Raise PunaError if an item fits no input."""
+    """Return input name → value: from `named`, else the items of the input's kind, else None. Raise PunaError if an item fits no input."""
     inputs: dict[str, Any] = assign(f"stage {stage.name}", stage.inputs, items, named or {})
     return {spec.name: (inputs[spec.name] or None) if spec.many else next(iter(inputs[spec.name]), None) for spec in stage.inputs}
 

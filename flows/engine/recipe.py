@@ -179,10 +179,9 @@ def with_file(complaint: str, layers: list[Layer]) -> str:
 
 
 def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[str, Any], list[Layer]]:
-    """Read a recipe by name or YAML file and apply `step.field=value` changes. Return its values, and its layers: `--set` first, bases
-    last.
+    """Read a recipe by name or YAML file and apply `step.field=value` changes. Return its values and layers, `--set` first, bases last.
 
-    `base`: the recipe that a file inherits from if it names none.
+    `base`: the recipe that a file inherits from if it names none. Raise PunaError if a file or a change is wrong.
     """
     files = _layers(name, base, ())
     values: dict[str, Any] = {}

@@ -127,7 +127,7 @@ class _Lineage:
         return roots
 
     def sources_by_kind(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return kind → training data of the artifacts `behind`: inputs of models, and prompts read by kinds but evaluation and prompts."""
+        """Return kind → training data of artifacts `behind`: models' inputs, and prompts read by any kind but evaluation and prompts."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:

@@ -140,7 +140,7 @@ def everything(flow: Flow) -> Trace:
 
 
 def fields(flow: Flow) -> dict[str, Step]:
-    """Return field → the first step with it, `off` unless a step with it runs by default. Raise PunaError if two stages share a field."""
+    """Return field → its first step, `off` unless a step of the field runs by default. Raise PunaError if two stages share a field."""
     steps: dict[str, Step] = {}
     for traced in everything(flow).steps:
         known_step = steps.setdefault(traced.step.field, traced.step)

@@ -181,7 +181,8 @@ def _hide_tracebacks() -> None:
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
     """Publish every flow and stage on the Prefect server, with `store` as the default store; start the runs that the server schedules.
 
-    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: started by `puna up`.
+    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC; raise PunaError for an unknown NAME. `limit`: maximum number of parallel
+    runs. `supervised`: started by `puna up`.
     """
     for name in schedules:
         if "/" in name:
@@ -229,7 +230,7 @@ def _offer(offering: DeploymentSync, runner: Runner, crons: dict[str, str], supe
 
 
 class _Runner(Runner):
-    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's own kills them, and the server still shows them as running."""
+    """A Prefect runner that ends runs on SIGTERM as on Ctrl-C. Prefect's own runner kills them, and the server still shows them running."""
 
     def handle_sigterm(self, *args: Any, **kwargs: Any) -> None:
         """Interrupt the runs in progress, so that they report their end to the server; then end the runner."""

@@ -33,7 +33,7 @@ class Tasks:
     def perform(
         self, stage: Stage, config: StageConfig, inputs: Mapping[str, list[Artifact]], label: str, work: Callable[[str], Outcome]
     ) -> Outcome:
-        """Run `work` as a Prefect task named after the stage, once the tasks that made the inputs have ended; return its outcome."""
+        """Run `work` as a Prefect task named after the stage, once the inputs' tasks have ended. Return its outcome or raise its error."""
         from prefect import Task
         from prefect.cache_policies import NO_CACHE
         from prefect.context import TaskRunContext

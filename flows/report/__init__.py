@@ -21,7 +21,7 @@ HEAD_BYTES = 1024  # bytes at the start of a page that contain the digest of the
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
     """Write the page about `run` ("latest": the newest), or its comparison with the run `compare`, and return its path.
 
-    The page is self-contained. By default it is runs/<run>.html in the store (runs/<compare>-<run>.html), and the path of a local copy is
+    The page is self-contained. By default it is runs/<run>.html or runs/<compare>-<run>.html in the store, and the path of a local copy is
     returned. Unfinished runs have a page, too. Raise PunaError if there is no such run, an artifact is unreadable, or writing fails.
     """
     about = Run.open(store, run)

@@ -148,7 +148,7 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Show each round with its control arms: their accuracy with intervals, the round's gain, the ratio of budgets; then the claims."""
+    """Show per round: each arm's metrics with intervals, the round's gain, the ratio of budgets; then the gains claimed over controls."""
     parts = []
     for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "gain of the round")]

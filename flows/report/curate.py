@@ -136,7 +136,7 @@ def heading(row: Mapping[str, Any]) -> str:
 
 
 def card(row: Mapping[str, Any], about: Content, characters: int = 420) -> Html:
-    """Return a document as a card: title, URL, facts, the beginning of its text."""
+    """Return a document as a card: title, URL, facts, any prompt, the beginning of its text."""
     title = heading(row)
     url = tag("p", row["url"], class_="url") if row.get("url") else None
     prompt = tag("p", excerpt(str(row["prompt"]), 200), class_="prompt", dir="auto") if row.get("prompt") else None

@@ -150,7 +150,7 @@ def join_rows(rows: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return id → row for the rows of an artifact whose ids are in `wanted`, with the fields that a card shows."""
+    """Return id → row, with the fields that a card shows, for the artifact's rows with ids in `wanted`; {} if it holds no texts."""
     names = artifact.columns()
     column = next((n for n in ("text", "body", "messages") if n in names), None)
     if column is None:
@@ -169,7 +169,7 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
 
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
-    """Run DuckDB queries on one of the artifact's tables, called `found` in the queries, in bounded memory. Return each query's rows."""
+    """Return the rows of DuckDB queries on an artifact's table `found`, computed in bounded memory and without rows kept by reference."""
     with (TemporaryDirectory() as folder, connect(memory_limit="128MB", threads=1, temp_directory=folder) as connection):
         before = artifact.files.sql(connection)
         files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]

@@ -24,7 +24,7 @@ BUSY = (429, 503)
 
 
 class Unreachable(Exception):
-    """Raised if a server does not answer or is busy; a later attempt may succeed."""
+    """An error: a server does not answer or is busy. A later attempt may succeed."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Desk:
         return fraction("side", pair, by) < 0.5
 
     def at(self, by: str, place: int | None) -> dict[str, Any]:
-        """Return the page's data for pair `place` (None: the first that `by` has not judged or skipped); if none, only counts."""
+        """Return the page's data for pair `place` (None: the first that `by` neither judged nor skipped); if there is none, counts only."""
         own = self._said.get(by, {})
         if place is None:
             place = next((n for n, pair in enumerate(self.order) if pair not in own), len(self.order))

@@ -95,7 +95,7 @@ class Chat:
         return _pieces(answer)
 
     def _load(self, key: str, name: str) -> Talker:
-        """Return the process for the model `key`; if none runs, end that of another model and start one. Raise PunaError if that fails."""
+        """Return the process of model `key`. If none runs, end any other model's process and start one. Raise PunaError if that fails."""
         now = self._talker
         if now is not None and now.process.poll() is None:
             if now.key == key:

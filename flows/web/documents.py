@@ -37,7 +37,7 @@ def near_form(options: Sequence[Html], text: str = "") -> Html:
 
 
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
-    """Return a form's artifact, its text, and a view of documents similar to the text. Raise PunaError for another kind or no words."""
+    """Return a form's artifact and text with a view of similar documents. Raise PunaError for another kind or a text without words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
     if artifact.kind != "documents":
         raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents")

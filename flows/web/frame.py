@@ -104,7 +104,7 @@ def health() -> dict[str, str]:
 
 
 async def form_fields(request: Request) -> dict[str, list[str]]:
-    """Return a form's fields, name → values. Raise HTTPException (400) if the body is no UTF-8 form, has too many fields or NUL."""
+    """Return a form's fields, name → values. Raise HTTPException (400) if the body is not a UTF-8 form or has too many fields or NUL."""
     try:
         fields = parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
     except ValueError as error:

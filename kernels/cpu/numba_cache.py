@@ -163,7 +163,7 @@ def source_digest(module: str) -> str:
 
 @cache
 def _read(module: str) -> tuple[str, list[str]]:
-    """Return the digest of a module's source, and the modules that it imports at top level; "" and [] for a library or in `APART`."""
+    """Return the digest of a module's source, and the modules that it imports at top level; "" and [] for libraries and `APART`."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not file.endswith(".py") or module.startswith(APART):
         return "", []

@@ -151,7 +151,7 @@ SSN = re.compile(r"(?<![\w./-])(?!000|666|9)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\
 
 
 def ssns(text: str, _seen: int = EVERY) -> Iterator[Span]:
-    """Yield spans of United States social security numbers: three groups joined by dashes, none of them a group that is never issued."""
+    """Yield spans of United States social security numbers: three groups joined by dashes, each of which may be issued."""
     for match in SSN.finditer(text):
         yield Span(match.start(), match.end(), "ssn")
 

@@ -95,7 +95,7 @@ def running(values: NDArray[Any]) -> NDArray[Any]:
 
 @njit(cache=True)
 def deepest(page: Scan, sums: NDArray[np.int64], share: float) -> tuple[int, int]:
-    """Return first block and end of the deepest element with at least this share of the total, sums[-1]; (0, 0) if the total is 0."""
+    """Return the first block and the end of the deepest element with at least this share of the total, sums[-1]; (0, 0) if that is 0."""
     first, end = 0, 0
     for e in range(len(page.elements)):
         a, z = page.elements[e, FIRST], page.elements[e, END]

@@ -90,7 +90,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Return a wrapper that shares `model`'s weights in training, too; ValueError for another head. `options`: configuration fields."""
+        """Wrap `model`, sharing its weights even in training. Raise ValueError for another head. `options`: configuration fields."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
         if cls.head == "scalar":
@@ -231,7 +231,7 @@ class PunaForCausalLM(PunaPreTrainedModel, GenerationMixin):
 
 
 class PunaForSequenceClassification(PunaPreTrainedModel):
-    """The reward model: the scores of each sequence, read at its last real token."""
+    """The reward model: the scores of each sequence, read at its last real token. A model with mean pooling raises ValueError."""
 
     head: Head | None = "scalar"
 
@@ -249,7 +249,8 @@ class PunaForSequenceClassification(PunaPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, **_: Any,
     ) -> SequenceClassifierOutputWithPast:  # fmt: skip
-        """Return scores [B, labels] of each row's last token in the mask (no mask: last non-padding one); with `labels`, also the loss."""
+        """Return scores [B, labels] of each row's last token in the mask (no mask: last non-padding one); with `labels`, also the loss.
+        Raise ValueError for several rows with neither a mask nor a padding token."""
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True).last_hidden_state
         B, T = hidden.shape[:2]
         real = torch.ones(B, T, dtype=torch.bool, device=hidden.device)

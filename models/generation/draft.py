@@ -30,7 +30,7 @@ from puna.models.transformer import Transformer
 
 class DraftedEngine(Engine):
     """An engine whose `draft` guesses up to `SamplingParams.speculate` tokens ahead; `limits`: see `Engine`. The draft's passes
-    are never exact, because log-probs do not depend on the draft."""
+    are never exact, because log-probs do not depend on the draft. A draft of another vocabulary raises ValueError."""
 
     def __init__(self, model: Transformer, draft: Transformer, tokenizer: Tokenizer | None = None, **limits: Any) -> None:
         if draft.head != "lm" or draft.config.vocab_size != model.config.vocab_size:

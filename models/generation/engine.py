@@ -112,6 +112,7 @@ class Engine:
     sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, but at least one per running answer.
     memory: bytes of the KV cache. `generation_room` replaces a None in these three. exact: give log-probs bit-identical to training's, only
     in fp32 on a CPU. window: keep only the first `sinks` and last `window` tokens of each sequence (`sinks.py`); None: keep all.
+    The constructor raises ValueError for a model without a language-model head, or for `sinks` and `window` that do not suit it.
     """
 
     caches: list[Cache]
@@ -265,7 +266,7 @@ class Engine:
         return self._draw_tokens(self.model.logits(rows[0] if len(rows) == 1 else torch.cat(rows)), draws)
 
     def _end(self, ready: Sequence[Answer], drawn: Drawn | None) -> list[Event]:
-        """Record the drawn tokens in their answers; return the events."""
+        """Record the drawn tokens in their answers, cancel requests with errors, and return the events."""
         if drawn is None:
             return []
         each = zip(drawn.tokens, drawn.logprobs, map(drawn.errors.get, range(len(drawn.tokens))), strict=True)

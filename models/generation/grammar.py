@@ -22,7 +22,8 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Grammar:
-    """A factory of token masks for JSON schemas. `size`: the model's vocabulary size; ids unknown to the tokenizer are masked."""
+    """A factory of token masks for JSON schemas. `size`: the model's vocabulary size; ids unknown to the tokenizer are masked.
+    The constructor raises ValueError if the tokenizer has no stop token."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer

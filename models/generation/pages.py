@@ -63,7 +63,7 @@ class PagePool:
                 self.spare[page] = None
 
     def writable(self, pages: list[int], index: int) -> tuple[int, int] | None:
-        """Replace `pages[index]` by an unshared page if it is shared. Return the pages (from, to) that the caller must copy, or None."""
+        """Replace `pages[index]` by another page if it is shared; return the pages (from, to) to copy, or None. Errors: see `take`."""
         page = pages[index]
         if self.references[page] == 1:
             return None

@@ -90,7 +90,7 @@ def shift_rows(z_SV: Tensor, rows: Sequence[Draw], scale_S: Tensor) -> dict[int,
 
 
 def shift(z_V: Tensor, row: Draw) -> None:
-    """Apply penalties, biases and the mask of a row, in place. Raise RowError for a bias of an unknown token, a failing or empty mask."""
+    """Apply penalties, biases and the mask of a row, in place. Raise RowError for a bias on an unknown token or a failing or empty mask."""
     params = row.params
     if params.repetition_penalty != 1:
         context = torch.tensor(sorted({*row.prompt, *row.answer}), device=z_V.device)

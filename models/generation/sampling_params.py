@@ -17,7 +17,7 @@ Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] boo
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of one prompt's answers.
+    """The sampling parameters of one prompt's answers. Invalid values raise ValueError.
 
     n: number of answers. temperature: divides the logits; 0, or less than `COLDEST`, takes the likeliest token. top_k: draw from the k
     likeliest tokens only (0: all). top_p: from the smallest set of likeliest tokens whose probabilities reach top_p (nucleus sampling,

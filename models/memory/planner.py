@@ -56,8 +56,7 @@ class Shape:
 
     @staticmethod
     def of(source: Source, device: torch.device, draft: ModelConfig | None = None) -> Shape:
-        """Return a model's sizes. Streaming needs two read buffers on a CPU, plus one layer if loading converts the weights; on a GPU, two
-        layers."""
+        """Return a model's sizes. Streaming needs two layers on a GPU; on a CPU two read buffers, plus a layer if weights are converted."""
         beside = 2 * source.read_bytes + (0 if source.as_it_lies else source.layer_bytes)
         if device.type == "cuda":
             beside = 2 * source.layer_bytes
@@ -82,7 +81,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and its expected speed: each pass loads `streamed` of `layers` layers. `pages`: KV cache bytes; `memory`: total bytes."""
+    """A generation plan with its speed. Each pass loads `streamed` of `layers` layers. `pages`: KV cache bytes; `memory`: total bytes."""
 
     streamed: int
     layers: int

@@ -92,7 +92,7 @@ class Buffer:
 
 
 class Reader:
-    """A reader of layouts from files that it keeps open. Raise OSError if a file cannot be opened."""
+    """A reader of layouts from files that it keeps open. The constructor raises OSError if a file cannot be opened."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.direct = True

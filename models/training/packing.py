@@ -85,7 +85,7 @@ def batch_by_size(items: Sequence[T], size: Callable[[T], int], limit: int) -> I
 
 
 class Sampler(Generic[ExampleT, BatchT]):
-    """A function from a step to its micro-batches, for the training loop.
+    """A function from a step to its micro-batches, for the training loop. The constructor raises ValueError without examples.
 
     A step takes `batch_size` examples (a `Ramp`: more in later steps), and packs them into rows of at most `micro_batch_tokens` tokens.
     `length` returns an example's number of tokens. `collate` makes a micro-batch of a row's examples.

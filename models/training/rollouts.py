@@ -303,7 +303,7 @@ class Source:
             shutil.rmtree(self._of(rollout), ignore_errors=True)
 
     def serve(self, compute: ComputeSettings) -> list[dict[str, float]]:
-        """Sample the rollouts that the training ranks request; once these end, return their training log."""
+        """Sample the rollouts that training ranks request until they end; return their log. Raise ValueError for tensor groups in bf16."""
         held, self.follow, precision = self.held, self.groups.give, compute.precision_on(self.held.device.type)
         if held.mesh.size("tensor") > 1 and precision != "fp32":
             raise ValueError(f"generate_tensor {held.mesh.size('tensor')} is proved only in fp32: set compute.precision to fp32")

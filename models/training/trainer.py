@@ -99,7 +99,7 @@ def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> It
 
 
 class Trainer:
-    """A model with its objective and optimisers, trained one optimisation step at a time.
+    """A model with its objective and optimisers, trained step by step. The constructor raises ValueError if no weight is to be trained.
 
     `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser updates while
     the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights and, under a layout, whole weights.
@@ -305,6 +305,7 @@ def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: M
     """Return the configured optimiser (as `Owners` for matrices split across ranks), and AdamW for the weights that it does not take.
 
     A group's `scale` multiplies its learning rate: the parameter's value in `scales`, else 1, times `embedding_scale` for embeddings.
+    Raise ValueError if `scales` names an unknown parameter.
     """
     settings, model = config.optimizer, held.whole
     if unknown := sorted(scales.keys() - weights.keys()):

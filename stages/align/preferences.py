@@ -160,8 +160,7 @@ def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) ->
 def judge(
     prompt: Row, first: Row, second: Row, config: PreferencesConfig, noise: float, mistaken: bool = False
 ) -> tuple[Row, str | None, float | None]:
-    """Return (preferences row without `split`, rule that drops the pair or None, margin or None). The row of a dropped pair has only its
-    id.
+    """Return (preferences row without `split`, rule that drops the pair or None, margin or None). A dropped pair's row has only its id.
 
     `noise` is a standard normal draw; `mistaken`: the annotator swaps the better and the worse answer."""
     row: Row = {"id": identifier("pair", *sorted((first["id"], second["id"])))}

@@ -44,7 +44,7 @@ def reward_benchmark(
 ) -> None:  # fmt: skip
     """Measure a reward model or an ensemble: its accuracy on the pairs of each subset, and the rewards of n answers per prompt.
 
-    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024). Each task is a subset. Rows:
+    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024). A task is a subset. Metrics:
     `accuracy`; the accuracies of always choosing the longer (`always_longer`) or the shorter answer, in characters; the mean `margin`. The
     metric `subset_mean` weights all subsets equally. With `answers` and their `prompts`, means over prompts: `reward`, `spread` (standard
     deviation over a prompt's answers) and `best_reward`. If verifiers scored the answers, also the share of right answers among all

@@ -80,8 +80,7 @@ class StageRun:
     def transform(
         self, function: Callable[..., Any], artifact: Artifact, *args: Any, table: str | None = None, columns: list[str] | None = None
     ) -> list[Any]:
-        """Apply `function(rows, *args)` to each part of a table of `artifact`, and write the results shard by shard. Return the JSON
-        values.
+        """Apply `function(rows, *args)` to each part of a table of `artifact`; write the results by shard; return the JSON values.
 
         The function returns the main table or a dictionary of tables, or a tuple of either and a JSON value. An argument that is another
         table (`artifact.beside`, or an exchange by id) is replaced by its rows with the part's ids. An exchange by `shard` is replaced by
@@ -153,8 +152,7 @@ class StageRun:
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
         """Write the tables of `function(rows, *args)` for each of `cut` shards of an exchange by id. Return the JSON values of all calls.
 
-        The function returns a dictionary of tables, or a tuple of it and a JSON value. Each call gets only one partition's rows, to save
-        memory."""
+        The function returns a dictionary of tables, or a tuple of it and a JSON value. To save memory, a call gets one partition's rows."""
         call = self._next("shards")
         self._work.cut = cut
         jobs = []

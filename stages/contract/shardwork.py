@@ -83,7 +83,7 @@ def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
 
 
 def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
-    """Finish a shard's tables and return them. A table with rows outside the shard's id range gets no shard number."""
+    """Finish a shard's tables and return them. A table without ids, or with rows outside the shard's id range, gets no number."""
     if not cut or span is None:
         return outputs.finish(info=info)
     staged = outputs.finish(number=number, cut=cut, info=info)

@@ -235,7 +235,7 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield a job per file. First, PunaError for an ARC archive, a Parquet file without a named column, an unknown name in `inputs`."""
+    """Yield a job per file. First raise PunaError for an ARC archive, a Parquet file without a named column, unknown names in `inputs`."""
     names = [external.name for external in inputs]
     if unknown := sorted(set(config.inputs).difference(names)):
         raise PunaError(f"ingest.inputs names {unknown[0]!r}, and no input has this name; they are {', '.join(names)}")

@@ -291,7 +291,7 @@ def _ask(
 
 
 def _read_grade(text: str, question: Question) -> float:
-    """Return a reply's grade: 1 or 0 if its first word is Yes or No, else the first number in it; NaN without a valid one."""
+    """Return a reply's grade: to a yes-no question 1 or 0 by its first word, to others its first number; NaN without a valid one."""
     if question.answers == ("No", "Yes"):
         word = text.casefold().lstrip("*\"'")
         return 1.0 if word.startswith("yes") else 0.0 if word.startswith("no") else float("nan")

@@ -48,8 +48,7 @@ def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
 
 @stage(kind="classifier", needs=needs)
 def train_classifier(documents: Documents, labels: Signals | None, config: TrainClassifierConfig, run: StageRun) -> None:
-    """Train a fastText classifier that separates documents of good sources from all others, or that predicts the labels of an earlier
-    stage.
+    """Train a fastText classifier that separates documents of good sources from all others, or that predicts an earlier stage's labels.
 
     For each fold, one model is trained on the documents of the other folds (see `puna.stages.curate.classifiers.fold_models`). The stage
     named by `purpose` applies the models. Equal inputs give byte-identical models. Metrics and figures are computed out of fold."""

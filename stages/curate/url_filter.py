@@ -190,8 +190,7 @@ def _lines(name: str) -> list[str]:
 
 
 class Vocabulary(NamedTuple):
-    """Words in URLs. A word of `adult` (stem and ending) in the host drops a URL; `whole` words are counted; `ordinary` words are
-    harmless."""
+    """Words in URLs. A word of `adult` (stem and ending) in the host drops a URL; `whole` words count; `ordinary` ones are harmless."""
 
     stems: re.Pattern[str]
     early: re.Pattern[str]

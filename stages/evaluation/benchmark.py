@@ -197,8 +197,7 @@ class Bench:
         return self.model.config.max_position_embeddings
 
     def measure(self, task: Task) -> Iterator[Result]:
-        """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then the results of both
-        formats."""
+        """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then both formats' results."""
         kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
             yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
@@ -289,7 +288,7 @@ class Bench:
         return rows
 
     def generate(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers per prompt. A prompt too long for the context loses its beginning. PunaError if max_gen_toks fills the
+        """Return `n` answers per prompt. A prompt too long for the context loses its beginning. Raise PunaError if max_gen_toks fills the
         context."""
         from puna.models.generation import SamplingParams
 

@@ -39,7 +39,7 @@ class Difference:
 
 
 def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Artifact]:
-    """Return a model's benchmark evaluations in `artifacts`, newest first, or `artifact` itself if it is one. PunaError if none."""
+    """Return a model's benchmark evaluations in `artifacts`, newest first, or `artifact` itself if it is one. Raise PunaError if none."""
     if artifact.kind == "evaluation" and TABLE in artifact.tables:
         return [artifact]
     if artifact.kind != "model":

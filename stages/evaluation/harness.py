@@ -84,7 +84,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
 
 
 def _content(external: External, file: ExternalFile, spec: TaskFile) -> dict[str, Any]:
-    """Return a task file's content for the harness: local data paths, no keys of Puna. PunaError for `permuted` or remote data."""
+    """Return a task file's content for the harness: local data paths, no keys of Puna. Raise PunaError for `permuted` or remote data."""
     if spec.permuted:
         raise PunaError(f"{file.location}: the harness does not support `permuted`; remove it, or leave --harness out")
     content = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude={"verifier", "permuted"})

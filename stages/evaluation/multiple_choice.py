@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
-    """Return held-out pages (without a mixture: any) up to `max_page_bytes`, by smallest hash, `max_bytes` in total. PunaError if none."""
+    """Return held-out pages (without a mixture: any) up to `max_page_bytes`, `max_bytes` in all, by hash. Raise PunaError if none."""
     check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
     rows = run.map(_rank, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)

@@ -74,8 +74,7 @@ def has_letters(task: Task) -> bool:
 
 
 def with_letters(text: str, choices: Sequence[str]) -> str:
-    """Return a question with lettered options before a last line that ends in a colon, else before a new `Answer:`. PunaError if too
-    many."""
+    """Return a question with lettered options before its last line if that ends in a colon, else a new one. Raise PunaError if too many."""
     if len(choices) > len(LETTERS):
         raise PunaError(f"a question has {len(choices)} options, but there are not as many letters")
     lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))

@@ -19,7 +19,7 @@ def local(workers: int | None = None) -> PartExecutor | None:
 
 
 def connect(name: str, workers: int | None = None) -> PartExecutor | None:
-    """Return the executor `name`, or None to work here. Without an address, start Dask or Ray here with `workers` (None: all cores)."""
+    """Return the executor `name` (None: work here) or raise PunaError. Without an address, start Dask or Ray on `workers` cores."""
     engine, _, address = name.partition("://")
     if engine == "dask":
         from puna.stages.executors.dask_cluster import DaskCluster

@@ -29,7 +29,7 @@ class DaskCluster(PartExecutor):
     """The workers of the Dask scheduler at `address`, or if it is empty, `workers` processes on this machine.
 
     Dask restarts a part if its worker dies. It also restarts a part if the result is lost with the worker, and does not count this restart.
-    So workers report every attempt, and the driver gives up on a part after `ATTEMPTS`.
+    So workers report every attempt, and the driver gives up on a part after `ATTEMPTS`. Without Dask or workers, PunaError is raised.
     """
 
     def __init__(self, address: str, workers: int) -> None:

@@ -59,8 +59,7 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Run a stage on all processes inside the `with` block; a failed exchange becomes PunaError. `job`: sent to followers, whose is
-    None."""
+    """Run a stage on all processes inside the `with` block; a failed exchange becomes PunaError. `job`: sent to followers (there None)."""
     from puna.models.training.parallel import mesh
 
     mesh.together = True
@@ -90,7 +89,7 @@ def agree(wish: bool) -> bool:
 
 
 def first(value: T) -> T:
-    """Return rank 0's JSON value on all ranks that run the stage: they must decide alike, and may round differently."""
+    """Return rank 0's JSON value on all ranks that run the stage: all must decide alike, but their own values may differ by rounding."""
     return cast("T", json.loads(mesh().gather_texts(json.dumps(value))[0]))
 
 
@@ -201,7 +200,7 @@ def start(command: Sequence[str], processes: int) -> int:
 
 
 def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
-    """Return rank 0's exit status, else another failed rank's, else 0; minus the signal that killed a rank, unless `stop` was called."""
+    """Run all ranks. Return rank 0's exit status, else another failed rank's, else 0; minus the signal that killed one, unless stopped."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -18,7 +18,8 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 class RayCluster(PartExecutor):
-    """The workers of the Ray cluster whose client port is at `address`, or if it is empty, `workers` processes on this machine."""
+    """The workers of the Ray cluster whose client port is at `address`, or if it is empty, `workers` processes on this machine.
+    The constructor raises PunaError if Ray is not installed or cannot be used."""
 
     below = False
 

@@ -16,8 +16,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Apart:
-    """A process that runs the function `work`, which returns JSON. It starts with the first job and restarts after errors or new
-    modules."""
+    """A process that runs the function `work`, which returns JSON. It starts with the first job, and anew after errors or new modules."""
 
     def __init__(self, work: Work) -> None:
         names = [work.__module__, work.__name__]

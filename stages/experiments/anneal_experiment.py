@@ -94,7 +94,7 @@ def anneal_experiment(
     """Measure whether small data sets are worth annealing on (Llama 3, section 3.1.3; Blakeney et al. 2024).
 
     The sets are the mixture's categories; without a mixture, all documents are one set. The model should be half-trained; by default, a
-    small model is trained here on the default tokens. It is annealed in three ways from the same weights, on equally many tokens: on
+    small model is trained here on the default tokens. It is annealed in three ways from the same weights, on as many tokens: on
     default rows alone, with a share of the set's rows, and with a share of the set's rows with shuffled words. The gain is the decrease in
     loss on held-out documents of the set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired
     runs, and if it raises the loss on default text by at most `most_default_rise` more than its shuffled words do. Duplicate documents

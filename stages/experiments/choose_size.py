@@ -130,7 +130,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return sizes within the usual growth (`GROWTH`) over the ladder's best: few points leave the optimum uncertain. PunaError if none."""
+    """Return sizes that grow as usual (`GROWTH`) from the ladder's best: few points leave the best uncertain. Raise PunaError if none."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 

@@ -54,7 +54,7 @@ def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokeni
     """Measure what each rule of a selection gains or costs, in bits per byte of held-out kept documents (Penedo et al. 2024, section 3.5).
 
     `documents` is the selection's input, `selected` its output. One small model is trained only on kept documents. Another is trained from
-    the same initial weights on equally many tokens, a share of which are from documents that the rule dropped. The excess loss of the
+    the same initial weights on the same number of tokens, a share of them from documents that the rule dropped. The excess loss of the
     second model is the rule's gain at that share; a negative excess is a cost. A document counts for the first rule that dropped it. A rule
     is not measured if its documents would be read more than `max_readings` times.
     """

@@ -171,7 +171,8 @@ def _try(name: str, *arguments: Any) -> dict[str, Any]:
 
 
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the value with the lowest loss; if it lies between two others, the minimum of the parabola through all three in log(value)."""
+    """Return the value with the lowest loss, or the minimum of the parabola through it and both its neighbours in log(value), if these are
+    finite. Raise PunaError if every loss is infinite."""
     if losses[best := int(np.argmin(losses))] == math.inf:
         raise PunaError(f"ladder: the training diverges at every one of rates={values}; give lower ones")
     around = slice(best - 1, best + 2)

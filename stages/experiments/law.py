@@ -50,7 +50,7 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
 
 
 def read_points(artifacts: Sequence[Artifact], config: LawConfig, run: StageRun) -> list[dict[str, Any]]:
-    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if they are too few for a law."""
+    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if an artifact has none, or if they are too few."""
     for artifact in artifacts:
         if "points" not in artifact.tables:
             raise PunaError(f"{artifact.id} has no table `points`; give an artifact of the stage ladder, not of {artifact.manifest.stage}")

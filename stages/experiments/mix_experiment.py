@@ -134,7 +134,7 @@ def _recommend(
 
 
 def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Floats:
-    """Return the weights of the groups' losses, scaled to sum to 1. PunaError for an unknown group, a negative weight, or only zeros."""
+    """Return the weights of the groups' losses, scaled to sum to 1. Raise PunaError for an unknown group, negative weight or all zeros."""
     names = [group.name for group in groups]
     if unknown := sorted(set(given) - set(names)):
         raise PunaError(f"mix_experiment.target: {unknown[0]!r} is not among the categories {', '.join(names)}")

@@ -119,7 +119,7 @@ def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
 
 
 def imported_names(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
-    """Return local name → (module, symbol or None) of an import's first-party names; PunaError for `import *` from a followed module."""
+    """Return local name → (module, symbol or None) of an import's first-party names; raise PunaError for `import *` of followed code."""
     targets: dict[str, Target] = {}
     if isinstance(node, ast.Import):
         for alias in node.names:

@@ -62,8 +62,8 @@ _unedited: dict[str, tuple[str, int, int, int, int]] = {}
 
 
 def source_digest(file: Path | str) -> str:
-    """Return the digest of a source file: of Puna's, as of this process's start (or "edited", see `_read`); of others, as of the first
-    call."""
+    """Return the digest of a source file. For Puna's Python files, it is the one at this process's start (or "edited", see `_read`); for
+    other files, the one at the first call."""
     name = str(file)
     if name not in _AT_START:
         _AT_START[name] = digest(Path(file))

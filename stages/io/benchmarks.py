@@ -84,7 +84,7 @@ def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
 
 
 def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
-    """Return the index of the correct option, given as label, number from `start` (negative: none) or text. Refused unless one fits."""
+    """Return the index of the correct option: a label, number from `start` (negative: none) or text. Raise Refused unless one fits."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     option_labels = list(labels)[: len(options)]
@@ -102,7 +102,7 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
 
 
 def _choice(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
-    """Return a multiple-choice prompt. `right`: correct options; `mixed`: shuffle by hash. Refused unless 2 to 26 options, some wrong."""
+    """Return a multiple-choice prompt. `right`: correct options; `mixed`: shuffle by hash. Refuse unless 2 to 26 options, not all right."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))

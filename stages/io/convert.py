@@ -312,7 +312,7 @@ def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float]
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
-    """Return the best answer's edit, from its field or the column `edited`, or None. Refused for two edits, or one of another answer."""
+    """Return the best answer's edit, from its field or the column `edited`, or None. Raise Refused for two edits or another's edit."""
     first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:

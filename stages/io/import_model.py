@@ -34,7 +34,7 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """Download the files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. PunaError on failure."""
+    """Download files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. Raise PunaError on failure."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -62,7 +62,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return the text of a template (name, file or text), since an artifact's key depends on the text. ValueError for a missing
+        """Return the text of a template (name, file or text), since an artifact's key depends on the text. Raise ValueError for a missing
         file."""
         if value is None or "{" in value:
             return value

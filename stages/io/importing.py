@@ -121,7 +121,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 @dataclass
 class Files:
-    """An input's files. `formats`: file name → format; `splits`: file name → split, empty if none is `train`; `beside`: without rows."""
+    """An input's files. `formats`: name → format; `splits`: name → split, empty if none is `train`; `beside`: names without rows."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Files:
 
 
 def look(external: External, format: str) -> Files:
-    """Return an input's non-empty files with formats and splits. PunaError if a format is unknown, or if no file has rows."""
+    """Return an input's non-empty files with formats and splits. Raise PunaError if a format is unknown, or if no file has rows."""
     results, whole = Files(), len(external.files) == 1
     for file in external.files:
         if PurePosixPath(file.name).name in SIDECARS or not file.bytes:
@@ -369,7 +369,7 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
 
 
 def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return a partition's first row of each id and its dropped rows, as tables, and counts. `bad_rows` refuse: PunaError for repeats."""
+    """Return a partition's first row of each id and its dropped rows, as tables, and counts. Refuse repeats if `bad_rows` says so."""
     rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
     ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
     (first, repeated), again = repetitions(ids), []

@@ -226,7 +226,7 @@ SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return field → column. PunaError if a required field, `reference` or (kto, ranked) the context has several; others use the first."""
+    """Return field → column, the first that fits. Raise PunaError if several fit a required field, `reference` or a kto or ranked row."""
     columns: dict[str, str] = {}
     for field in dict.fromkeys((*one.required_fields, *one.may)):
         names = [name for name in _present(field, rows, given) if name not in columns.values()]

@@ -92,7 +92,7 @@ def _calls(value: Any, field: str) -> list[Message]:
 
 
 def dialogue(text: str, field: str) -> list[Message]:
-    """Return the messages of a dialogue in HH-RLHF format ("\\n\\nHuman:", "\\n\\nAssistant:"). Refused for other text or an empty turn."""
+    """Return the messages of an HH-RLHF dialogue ("\\n\\nHuman:", "\\n\\nAssistant:"). Raise Refused for other text or an empty turn."""
     before, *parts = HUMAN.split(text)
     if before.strip() or not parts:
         raise Refused(field, "not_a_dialogue", f"begins with {text[:40]!r}, not with '\\n\\nHuman:'")

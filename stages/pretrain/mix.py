@@ -107,7 +107,7 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
     """Return category → share. The initial weights are `wanted` or, if it is empty, the shares of the text (`sizes`, bytes).
 
-    Weight beyond `max_repeats` or `max_share` is distributed over the other categories by weight, if possible. PunaError without any text.
+    Weight beyond `max_repeats` or `max_share` is distributed over other categories by weight, if possible. Raise PunaError without text.
     """
     total = sum(sizes.values())
     if not total:

@@ -144,7 +144,7 @@ def _replace_tokens(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function from a question to the commonest token at each position of known answers (of the commonest length) to its form."""
+    """Return a function from a question to each position's commonest token in known answers (of the commonest length) to its form."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

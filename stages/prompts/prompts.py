@@ -68,7 +68,7 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
 
 
 def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> list[dict[str, Any]]:
-    """Return one task's rows of the prompts table, without questions in `taken`; add all draws to `taken`. PunaError if too few remain."""
+    """Return one task's rows of the prompts table, without questions in `taken`; add all draws to `taken`. Raise PunaError if too few."""
     pool: dict[str, Drawn] = {}
     for draw in draw_questions(task, config.draws, seed):
         pool.setdefault(draw.question, draw)
@@ -105,7 +105,8 @@ def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
 
 
 def draw_questions(task: Task, count: int, seed: int, apart: int = 1) -> Iterator[Drawn]:
-    """Yield the questions of `count` draws, skipping draws that divide by 0. reasoning-gym seeds draw i with seed + i · `apart`."""
+    """Yield the questions of `count` draws, skipping draws that divide by 0. reasoning-gym seeds draw i with seed + i · `apart`.
+    Raise PunaError for the task codeio, which would run programs outside the sandbox."""
     own = tasks.of(task.task, task.parameters)
     if own is not None:
         random = Random(seed)

@@ -26,8 +26,7 @@ NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\
 
 
 def decode(body: bytes, encodings: str, limit: int) -> bytes:
-    """Return the decoded body. `encodings` lists the content encodings in the order they were applied. Unencoded HTML is returned
-    unchanged.
+    """Return the decoded body. `encodings`: content encodings in the order of application. Unencoded HTML is returned unchanged.
 
     Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or has too many or unknown encodings."""
     several = [e.strip() for e in encodings.split(",") if e.strip()]

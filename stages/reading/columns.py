@@ -50,8 +50,7 @@ def check_fields(fields: Iterable[pa.Field], where: str) -> None:
 def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
     """Return a Parquet file and the number of rows to read at once. Dictionary-encoded text stays encoded.
 
-    Raise PunaError if the file is not Parquet, a column fails `check_fields`, or the pages decompress to more bytes than `Unpacking`
-    allows."""
+    Raise PunaError if the file is not Parquet, a column fails `check_fields`, or the pages decompress beyond `Unpacking`'s limit."""
     with errors_at(f"{name}: not a readable Parquet file", pa.ArrowException, OSError, ValueError, IndexError):
         file = pq.ParquetFile(handle)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
@@ -70,7 +69,7 @@ def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
 
 
 def batches(handle: BinaryIO, name: str, kind: str) -> Iterator[Any]:
-    """Yield record batches of at most `BATCH_ROWS` rows from a Parquet file or a data set's Arrow stream. PunaError if unreadable."""
+    """Yield record batches of at most `BATCH_ROWS` rows from a Parquet file or a data set's Arrow stream. Raise PunaError if unreadable."""
     number = 0
     try:
         if kind == "parquet":

@@ -25,8 +25,7 @@ def page_bytes(handle: BinaryIO, column: Any) -> int:
 
 
 def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
-    """Return a page's compressed and decompressed size, header included; None if the header is damaged (Arrow's reader also stops
-    there)."""
+    """Return a page's compressed and decompressed size, with header; None if the header is damaged (Arrow's reader stops there too)."""
     for most in HEAD_BYTES:
         handle.seek(at)
         try:

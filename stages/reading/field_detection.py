@@ -40,7 +40,7 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the fields in an input's rows, or None if no file has any. PunaError instead if all files are tables and one has no text.
+    """Return the fields in an input's rows, or None if no file has any. Raise PunaError if all files are tables and one has no text.
 
     If files differ, fields with usual names are preferred, then the fields of the files with the most bytes.
     """
@@ -70,7 +70,7 @@ def sniff(external: External) -> Found | None:
 
 
 def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
-    """Return the fields of flat rows. The page's field is found by its name (HTML first), else by mean length. PunaError without text."""
+    """Return the fields of flat rows; the page's is found by its name (HTML first), else by mean length. Raise PunaError without text."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     texts = {name: [value for row in rows if isinstance(value := row.get(name), str | bytes) and value] for name in names}
     texts = {name: values for name, values in texts.items() if len(values) * 2 >= len(rows)}

@@ -80,7 +80,7 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
 
 
 def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield one page or rejection per record of a JSON, CSV or TSV file."""
+    """Yield one page or rejection per record of a JSON, CSV or TSV file. Raise PunaError for a bad CSV header."""
     for record in read_rows(handle, name, kind, max_bytes):
         if isinstance(record, Row):
             yield _row(record.fields, source, name, record.number - 1, columns)
@@ -96,7 +96,7 @@ def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
 
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield one page or rejection per row of a Parquet file, read in batches.
+    """Yield one page or rejection per row of a Parquet file, read in batches. Raise PunaError for an unreadable file or a missing column.
 
     Dictionary text is decoded once per batch, or rejected undecoded above `max_bytes`. The rest of a damaged row group is one rejection.
     """
@@ -143,7 +143,7 @@ def read_arrow(handle: BinaryIO, source: str, name: str, columns: Columns) -> It
 
 
 def read_stream(rows: Any, source: str, name: str, columns: Columns) -> Iterator[Page | Rejected]:
-    """Yield one page or rejection per row of a streaming Hugging Face data set (any iterable of dicts)."""
+    """Yield one page or rejection per row of a streaming Hugging Face data set (or any dicts). Raise PunaError for a missing column."""
     for number, row in enumerate(rows):
         if number == 0:
             columns.check(list(row), name)

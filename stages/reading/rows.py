@@ -59,7 +59,7 @@ def format_of(name: str, head: bytes) -> str | None:
 
 
 def read_rows(handle: BinaryIO, name: str, kind: str, max_row_bytes: int) -> Iterator[Row | Fault]:
-    """Yield a row or a fault for each record of a file in the format `kind`, in order. PunaError for a bad columnar file or CSV header."""
+    """Yield a row or fault for each record of a file of format `kind`, in order. Raise PunaError for a bad columnar file or CSV header."""
     unpacking = Unpacking(name, handle)
     if kind in COLUMNAR:
         number = 0
@@ -298,7 +298,7 @@ class _Lines:
 
 
 def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
-    """Yield one row or fault per record after the header; cells are text. `delimiter`: "" detects it. PunaError for a bad header."""
+    """Yield one row or fault per record after the header; cells are text. `delimiter`: "" detects it. Raise PunaError for a bad header."""
     csv.field_size_limit(max_row_bytes)
     with errors_at(f"{name}: its header line, the names of the columns, cannot be read", csv.Error, *DAMAGE):
         delimiter = delimiter or delimiter_of(source.peek(1 << 16))

@@ -34,8 +34,7 @@ FLOORS = np.linspace(0.0, 0.98, 50)
 
 
 def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
-    """Return the law fitted to losses [n] at mixtures [n, M]. Raise ValueError for fewer than M + 1 mixtures, or a loss that is not
-    positive.
+    """Return the law fitted to losses [n] at mixtures [n, M]. Raise ValueError for fewer than M + 1 mixtures or a loss of 0 or less.
 
     For a given floor, the logarithm of the loss above the floor is linear in the shares. A squared error is weighted by the square of the
     loss above the floor, which turns an error of the logarithm into an error of the loss."""

@@ -67,7 +67,7 @@ class Group:
 
 
 def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, sizes: Sizes, run: StageRun) -> list[Group]:
-    """Return at most `most` groups of training documents: `KEPT`, the largest others by bytes, one for the rest. PunaError without text."""
+    """Return up to `most` groups of training documents: `KEPT`, the largest by bytes, one for the rest. Raise PunaError without text."""
     totals: dict[str, Amount] = {}
     for part in run.map(_count, documents.parts(columns=["id", "text"], rows=JOB_ROWS), mixture, run.seed("order"), sizes.document):
         for name, one in part.items():
@@ -114,7 +114,7 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode enough of each group's documents, in hash order, for the small runs; return references. PunaError for a group of one
+    """Encode enough of each group's documents, in hash order, for the small runs; return references. Raise PunaError for a group of one
     document."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):

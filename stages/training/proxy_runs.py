@@ -105,8 +105,7 @@ def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tu
 
 
 def cached_object(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object in `file`. If missing, first write `make(state)` to it. `state`: a folder for training state, removed
-    afterwards."""
+    """Return the JSON object in `file`. If missing, first write `make(state)` to it. `state`: a temporary folder of checkpoints."""
     state = file.with_suffix("")
     if not file.exists():
         write_text(file, json.dumps(make(state)))
@@ -128,7 +127,7 @@ def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDAr
 
 
 def resize(shape: ModelShape, width: int) -> ModelShape:
-    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide. ValueError if impossible."""
+    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide, or raise ValueError."""
     share = width / shape.hidden_size
     heads = max(1, round(width / (shape.head_dim or shape.hidden_size // shape.num_attention_heads)))
     if width % (2 * heads):

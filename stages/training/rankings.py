@@ -41,8 +41,7 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
 
 
 def by_tier(row: dict[str, Any]) -> Tiers:
-    """Return a preference's answers in tiers of equals, best first: edited, chosen, others, rejected. Raise BadRow if one side is
-    missing."""
+    """Return a preference's answers in tiers of equals, best first: edited, chosen, others, rejected. Raise BadRow if a side is missing."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
         phrase = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
@@ -51,7 +50,7 @@ def by_tier(row: dict[str, Any]) -> Tiers:
 
 
 def by_label(row: dict[str, Any]) -> Tiers:
-    """Return a preference's good (including edited) and bad answers as two tiers, without those in between. BadRow if neither is known."""
+    """Return a preference's good (also edited) and bad answers as two tiers, without those in between. Raise BadRow if neither is known."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")
@@ -77,7 +76,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = by_tier,
 ) -> list[Ranked]:  # fmt: skip
-    """Return an example per prompt with the ranked answers of its preferences, or several beyond `limit` tokens. `bad` drops unfit rows."""
+    """Return an example per prompt with its preferences' ranked answers, or several if over `limit` tokens. `bad` drops unfit rows."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []

@@ -296,7 +296,7 @@ class Parabola:
 
 
 def parabolas(points: Points) -> list[Parabola]:
-    """Return IsoFLOP parabolas at budgets of the points, 1.4 or more apart, that at least three shapes reach (Llama 3, section 3.2.1).
+    """Return IsoFLOP parabolas at budgets of points, a factor of 1.4 or more apart, that three or more shapes reach (Llama 3, 3.2.1).
 
     A shape's log loss is interpolated linearly in log FLOPs between its points, and constant for 9 % beyond its ends.
     """

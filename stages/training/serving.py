@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True if `serving` has only supported settings (speculate, memory, layout) and there is no draft. PunaError if sharing is
+    """True if `serving` has only supported settings (speculate, memory, layout) and there is no draft. Raise PunaError if sharing is
     unsupported."""
     plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:

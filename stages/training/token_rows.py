@@ -73,7 +73,7 @@ class Packed:
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
         """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, the tokens are written to it, a share by
-        each rank of a training run, and memory-mapped, since they may exceed memory. Raise PunaError if there are no rows."""
+        each rank of a training run, and memory-mapped, since they may exceed memory. PunaError without rows or for bad `lengths`."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
@@ -173,7 +173,7 @@ class Reader:
 
     `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut between these rows
     is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a number of rows for each step.
-    `longest` gives a length for each step; a row's documents are cut at its multiples."""
+    `longest` gives a length for each step; a row's documents are cut at its multiples. PunaError is raised if no row remains."""
 
     packed: Packed
     excluded: npt.NDArray[np.bool_]

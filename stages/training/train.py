@@ -58,7 +58,7 @@ class Example:
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
     """Return a row's context and ranked answers, tokenized. Answer tokens that only the chat template adds are masked.
 
-    `groups`: tiers of equals, best first. An answer ends in its stop token unless it has `finished: false`. BadRow if rendering fails.
+    `groups`: tiers of equals, best first. An answer ends in its stop token unless it has `finished: false`. Raise BadRow on failure.
     """
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
@@ -78,7 +78,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
     """Return a conversation, tokenized for learning the assistant's turns and their end tokens; tokens between the turns are masked.
 
-    There are several examples if the template renders earlier answers differently once a later turn follows. BadRow if rendering fails.
+    There are several examples if the template renders earlier answers differently once a later turn follows. Raise BadRow on failure.
     """
     with rendering(row):
         rows = tokenizer.render(messages_of(row), tools_of(row))
@@ -129,8 +129,7 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
 def training_prompts(
     given: Sequence[dict[str, Any]], model: Transformer, tokenizer: Tokenizer, answers: int, max_tokens: int, row: Limit, bad: BadRows
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, Any], list[int]]]]:  # fmt: skip
-    """Return the training prompts' rows, and (row, prompt token ids) of each row that fits. Raise PunaError if there are rows but none
-    fits.
+    """Return the training prompts' rows, and (row, prompt token ids) of those that fit. Raise PunaError if there are rows but none fits.
 
     A prompt must fit into the model's context with one answer of `max_tokens`, and into a packed row with all its `answers`."""
     rows = [one for one in given if one["split"] == "train"]

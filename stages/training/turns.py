@@ -120,7 +120,7 @@ class Job(NamedTuple):
 
 
 def environment_reply(job: dict[str, Any]) -> dict[str, Any]:
-    """Return {"reply": the verifier's reply to a conversation}, None if the answer is complete. An exception's text becomes the reply."""
+    """Return {"reply": r}; r is the verifier's reply to a conversation, None if the answer is complete, or the text of an error."""
     verifier = from_json(job["verifier"])
     try:
         return {"reply": verifier.reply(Question(*job["question"]), job["turns"])}

@@ -86,7 +86,7 @@ def english_lowercase(answer: str) -> bool:
 
 @kind("change_case:capital_word_frequency")
 def capital_word_frequency(answer: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """True if at least, or less than, `capital_frequency` words are in capitals. Hyphens, periods and apostrophes join words."""
+    """True if `capital_frequency` or more words are in capitals (for "less than": fewer). Hyphens, periods and apostrophes join words."""
     return compare_count(sum(word.isupper() for word in re.findall(r"\w+(?:[-.'’]\w+)*", answer)), capital_relation, capital_frequency)
 
 

@@ -114,7 +114,7 @@ def build_root(readable: list[str], hidden: list[str], disk_bytes: int) -> None:
 
 
 def pivot(root: str, old: str) -> None:
-    """Make `root` the root file system and the working directory; move the previous root to `old`, a folder inside `root`."""
+    """Make `root` the root file system and working directory; move the old root to `old`, a folder in `root`. Raise OSError on failure."""
     if libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], root.encode(), old.encode()) != 0:
         raise OSError(ctypes.get_errno(), f"pivot_root: {os.strerror(ctypes.get_errno())}")
     os.chdir("/")

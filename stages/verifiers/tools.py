@@ -38,7 +38,7 @@ class Tool(NamedTuple):
 
 
 def results(turn: str, names: Sequence[str], config: ScoringConfig) -> list[dict[str, Any]]:
-    """Run the first `MOST` calls in a turn; return one message with role `tool` per call, truncated to `LONGEST` characters."""
+    """Run the first `MOST` calls in a turn, refuse the rest; return a message with role `tool` per call, cut to `LONGEST` characters."""
     calls = CALL.findall(turn) or ([turn] if turn.lstrip().startswith("{") and '"name"' in turn else [])
     refused = f"Error: a turn has at most {MOST} calls"
     texts = (_result(call, names, config) if number < MOST else refused for number, call in enumerate(calls))

@@ -81,7 +81,7 @@ class GgufFile:
 
 
 def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-    """Write a language model as a GGUF file. Matrices keep their dtype, vectors are float32. Raise ValueError if the shape or the tokenizer
+    """Write a language model as a GGUF file. Matrices keep their dtype, vectors are float32. Raise ValueError if shape, dtype or tokenizer
     cannot be stored in GGUF; nothing is written then."""
     import gguf
 

@@ -26,7 +26,7 @@ from puna.models.training.objectives.base import (
 
 @dataclass(frozen=True)
 class DpoBatch(Batch):
-    """Preference pairs over the answers of a forest.
+    """Preference pairs over the answers of a forest. Shapes that do not fit raise ValueError.
 
     targets    each prompt once, with its answers as branches; the mask is False at tokens that the preference term leaves out: with the
                setting `mask_format`, those of the chat template (headers, stop tokens)
@@ -44,7 +44,7 @@ class DpoBatch(Batch):
 
 
 class PreferenceObjective(Objective[BatchT]):
-    """A preference loss by name, with a negative log-likelihood (NLL) term on the better answers.
+    """A preference loss by name, with a negative log-likelihood (NLL) term on the better answers. Invalid values raise ValueError.
 
     `nll_normalization`: ``sequence``, the mean over the better answers of each answer's mean per token (Pang et al. 2024); ``tokens``, the
     mean over all tokens of the step's better answers (TRL's ``sft`` loss type). `parameters`: the preference loss's own parameters.
@@ -129,7 +129,7 @@ def reference_logprobs(model: Model, targets: Targets) -> Tensor:
 
 @dataclass(frozen=True)
 class KtoBatch(Batch):
-    """Labelled answers, and mismatched answers (to other prompts), from which the KL divergence from the reference is estimated.
+    """Labelled answers, and mismatched ones (to other prompts) for the KL divergence from the reference. Wrong shapes raise ValueError.
 
     targets              each prompt once, with its answers as branches; tokens whose mask is False do not enter the preference term
     desirable            [A] bool, True for a good answer

@@ -102,7 +102,7 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
 
 @dataclass(frozen=True)
 class PpoBatch(Batch):
-    """Sampled answers with the constants of their rollout; all tensors are [N] float32, in the order of the targets.
+    """Sampled answers with the constants of their rollout; all tensors are [N] float32, in the targets' order. Others raise ValueError.
 
     `importance`: factors on the policy's loss, by token; None: 1. `left_out`: number of the update's answer tokens that are in no batch,
     because they have no gradient; `answers_left_out`: number of answers that these tokens form. The normalizers count both.
@@ -128,7 +128,7 @@ class Ppo(Objective[PpoBatch]):
     `temperature`: the sampling temperature, so that old and new log-probs are comparable. `surrogate`, `ratio`, `normalizer`: see
     `GrpoSettings`; `max_tokens`: limit of an answer, for the constant normalizer. Metrics are means over the batches' unmasked tokens:
     ``clip_fraction`` (tokens whose ratio left the clip range), ``approximate_kl`` (of ``ratio - 1 - log ratio``, an estimate of the KL
-    divergence from the sampling policy), ``entropy``.
+    divergence from the sampling policy), ``entropy``. The constructor raises ValueError for values out of range.
     """
 
     def __init__(

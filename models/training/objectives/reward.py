@@ -38,7 +38,7 @@ def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> 
 
 @dataclass(frozen=True)
 class RewardBatch(Batch):
-    """Ranked answers; rank [A] int64, 0 is best."""
+    """Ranked answers; rank [A] int64, 0 is best. The constructor raises ValueError unless each answer has a rank."""
 
     rank: Tensor
 
@@ -55,7 +55,7 @@ class Reward(Objective[RewardBatch]):
     (the SFT regularisation of Yang et al. 2024, GRM). It preserves the policy's knowledge in the states that the reward head reads.
 
     Metrics: ``accuracy`` (pairs in the correct order; ties count one half), ``margin`` (mean difference of the rewards; in both, all
-    prompts weigh the same), and with `nll_weight` ``nll`` (nats per token).
+    prompts weigh the same), and with `nll_weight` ``nll`` (nats per token). A weight without `head` raises ValueError.
     """
 
     def __init__(self, nll_weight: float = 0.0, head: Tensor | None = None, softcap: float | None = None) -> None:

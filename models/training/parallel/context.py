@@ -94,7 +94,7 @@ class ContextTransformer(CutTransformer):
         return nn.functional.linear(hidden_ND, scale_gradient(self.score.weight, 1 / self.mesh.size("context")))[:, 0]
 
     def _own_places(self, dealt: Deal, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices in `positions` [N] of the positions that are this rank's rows, and their places among this rank's rows."""
+        """Return the indices into `positions` [N] of those that this rank holds, and their row numbers on this rank."""
         places = dealt.place[positions] - self.rank * dealt.size
         mine = ((places >= 0) & (places < dealt.size)).nonzero()[:, 0]
         return mine, places[mine]

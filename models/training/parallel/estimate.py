@@ -175,8 +175,8 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, **used: object) -> list[Estimate]:
-    """Return up to `most` estimates that fit, fastest first, one per set of axes; else the smallest (bytes). `checkpointing` is varied.
-    A layout that is refused on GPUs (see `Layout.refusal` for `used`) is planned in fp32, or left out if that is refused, too."""
+    """Return up to `most` estimates that fit, fastest first, one per set of axes; if none fits, the one of fewest bytes.
+    `checkpointing` is varied. A layout refused on GPUs (`used`: see `Layout.refusal`) is planned in fp32, or left out if refused again."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):

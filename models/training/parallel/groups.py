@@ -34,7 +34,7 @@ class Groups:
 
     generate: number of ranks that only sample; 0: all ranks train and sample. tensor: number of sampling ranks that hold one model.
     members: the processes, by their rank in the default group; None: all. `mesh`: the ranks of this rank's group; `sampling`: the ranks
-    that share the prompts; `trains`: True if this rank trains.
+    that share the prompts; `trains`: True if this rank trains. The constructor raises ValueError if no rank would train.
     """
 
     def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None, tensor: int = 1) -> None:
@@ -66,14 +66,14 @@ class Groups:
         return broadcast_text(text, self._sampling[0], self._everyone) if self.apart else text
 
     def answering(self, held: Parallel) -> Parallel:
-        """Return the model that this rank samples from: `held` if it only samples or ranks sample from pieces, else the gathered model."""
+        """Return the model that this rank samples from: gathered if it also trains and ranks sample from whole models, else `held`."""
         if not self.trains or _in_pieces(held.mesh.layout):
             return held
         held.publish(held.parameters)
         return Parallel(held.whole, Mesh(ONE))
 
     def ask(self, held: Parallel, order: dict[str, Any]) -> None:
-        """Send an order and the trained weights, each gathered whole in turn, from the training ranks to the sampling ranks."""
+        """Send an order and the trained weights, each gathered in turn, from training to sampling ranks. Raise ValueError on GPUs."""
         if held.device.type == "cuda":
             raise ValueError("generate: ranks that only sample are proved only on CPUs; set generate to 0 on GPUs")
         digests, first = dict[str, str](), dist.get_rank() == self._training[0]

@@ -97,7 +97,7 @@ def is_of_exchange(error: RuntimeError) -> bool:
 
 
 class Mesh:
-    """A rank's place in a layout.
+    """A rank's place in a layout. The constructor raises ValueError unless as many processes run as the layout has.
 
     members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place among
     the members. In a layout of one process there are no groups, and every exchange returns at once. Non-members only help to create the

@@ -73,7 +73,7 @@ class Owners:
             self._exchange(wave, own, whole, back=True)
 
     def _exchange(self, wave: Sequence[str], pieces: Mapping[str, Tensor], whole: Tensor, back: bool = False) -> None:
-        """Gather this rank's matrix of a wave into `whole`, each piece from its first rank. `back`: send all ranks their pieces."""
+        """Gather a wave's matrix that this rank owns into `whole`, each piece from its first holder. `back`: send pieces to all holders."""
         here, name = self._ranks[self._index], wave[self._index]
         held = [pieces[other] if other in here and (back or here[other][1]) else self._none for other in wave]
         parts = [whole[rank[name][0]] if name in rank and (back or rank[name][1]) else self._none for rank in self._ranks]

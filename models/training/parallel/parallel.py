@@ -1,4 +1,4 @@
-"""Functions that put a model under a layout."""
+"""Functions that distribute a model over processes as a layout says."""
 
 from __future__ import annotations
 

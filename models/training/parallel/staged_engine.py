@@ -82,7 +82,8 @@ class Wave(Engine):
 
 
 class StagedEngine(Wave):
-    """The engine of one pipeline rank and its first wave. Waves share `sequences` and `memory`. All ranks get the same requests."""
+    """The engine of one pipeline rank and its first wave. Waves share `sequences` and `memory`. All ranks get the same requests.
+    The constructor raises ValueError for a layout with virtual stages."""
 
     def __init__(
         self, held: Pipelined, tokenizer: Tokenizer | None = None, sequences: int | None = None, step_tokens: int | None = None,

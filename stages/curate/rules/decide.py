@@ -186,8 +186,7 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
 
 
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
-    """Return rows of the table `dropped`: each document of `table` (id, source, rules' signals) that a rule drops, with the first such
-    rule.
+    """Return rows of the table `dropped`: each document of `table` (id, source, rules' signals) that rules drop, with the first such rule.
 
     With `languages`, `table` also has `language` and `script`, and a document's thresholds depend on its language (`factors_of`)."""
     factors = {} if languages is None else factors_of(languages, table)
