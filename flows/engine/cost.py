@@ -33,7 +33,7 @@ CPU_FLOPS = 1e20
 """Maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
 LARGE, LARGE_BYTES = "H100", 80e9
 """The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of this memory."""
-MODEL = "times are computed; median error 9 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
+MODEL = "times are computed; median error 8 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
 REFUSED = "on GPUs: context parallelism, and bf16 with any axis but data; such layouts are planned in fp32, whose times are unchecked"
 LONGEST = 90 * 86_400
 """Maximum seconds of training if the plan chooses the number of GPUs."""
