@@ -198,8 +198,8 @@ def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Import
     for job in jobs:
         for row in islice(_rows(job, config), max(1, SNIFFED_ROWS // len(jobs))):
             if isinstance(row, Row):
-                fields = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
-                sample.append({column: value for column, value in fields.items() if column not in config.ignored_columns})
+                fields = _fields(row, job.format).items()
+                sample.append({column: value for column, value in fields if column not in config.ignored_columns})
             else:
                 fault = fault or row
         if len(sample) >= SNIFFED_ROWS:
@@ -278,7 +278,7 @@ def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
-    fields: dict[str, Any] = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
+    fields = _fields(row, job.format)
     try:
         for column, meaning in plan.unread.items():
             if fields.get(column) not in EMPTY and column not in config.ignored_columns:
@@ -288,7 +288,7 @@ def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -
         own = plan.get(fields, "id")
         if own is not None and not isinstance(own, str | int):
             raise Refused(plan.name("id"), "wrong_type", "is neither text nor a number")
-        row_id = identifier(kind, job.source, own) if own is not None else None
+        row_id = identifier(kind, job.source, own) if own not in (None, "") else None
         if kind == "documents":
             name = row_id or identifier("document", job.source, values["url"] or "", values["text"])
             return values | {"id": name, "source": job.source}
@@ -317,8 +317,16 @@ def _check_question(values: dict[str, Any]) -> None:
         raise Refused("reference", "no_reference", str(error)) from error
 
 
+def _fields(row: Row, format: str) -> dict[str, Any]:
+    """Return the fields that a row has. Columnar formats add nulls for missing fields; in CSV, a missing field is an empty cell."""
+    if format in ("csv", "tsv"):
+        return {column: cell for column, cell in row.fields.items() if cell}
+    fields: dict[str, Any] = _without_nulls(row.fields) if format in COLUMNAR else row.fields
+    return fields
+
+
 def _without_nulls(value: Any) -> Any:
-    """Return a value without keys that hold null, at any depth. Columnar formats add nulls for missing keys of structures."""
+    """Return a value without keys that hold null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
