@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from pydantic import Field, model_validator
 from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.evaluation.multiple_choice import UNSPACED, WORD
 from puna.stages.training import intervals
 from puna.stages.training import needs as needs_of
 from puna.stages.training.needs import documents_apart
@@ -199,9 +201,13 @@ def _digest(document: npt.NDArray[Any]) -> bytes:
 
 
 def shuffle_words(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -> Packed:
-    """Return the documents in rows of `row` tokens, with each document's words in random order."""
+    """Return the documents in rows of `row` tokens, with each document's words in random order, without spaces where a script has none."""
     texts = [vocabulary.decode(document.tolist(), skip_special_tokens=True) for document in _documents(packed)]
-    mixed = [" ".join(np.random.default_rng([seed, number]).permutation(text.split())) for number, text in enumerate(texts)]
+    mixed = []
+    for number, text in enumerate(texts):
+        words = [word.strip() for word in WORD.findall(text)]
+        order = np.random.default_rng([seed, number]).permutation(len(words))
+        mixed.append(re.sub(f"(?<=[{UNSPACED}]) (?=[{UNSPACED}])", "", " ".join(words[at] for at in order)))
     ids = [[vocabulary.begin, *own, *vocabulary.end] for own in vocabulary.encode_batch(mixed)]
     return Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), list(packed.ids), row)))
 
