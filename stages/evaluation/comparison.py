@@ -26,7 +26,8 @@ Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]
 @dataclass(frozen=True)
 class Difference:
     """The difference between two models in a metric, `other` minus `one`, over the `n` questions that both answered. `p`: two-sided p-value
-    of Student's t; `holm`: `p` after Holm's correction (1979) for the number of rows. Perplexities are compared by their logarithms."""
+    of Student's t (of the sign test if all questions differ equally); `holm`: `p` after Holm's correction (1979) for the number of rows.
+    Perplexities are compared by their logarithms."""
 
     task: str
     metric: str
@@ -105,11 +106,14 @@ def _difference(task: str, metric: str, values: Values, others: Values) -> Diffe
     both = sorted(values.keys() & others.keys())
     weights = [values[key][1] for key in both]
     interval = ratio([others[key][0] - values[key][0] for key in both], weights)
-    half, freedom = interval.high - interval.value, len(both) - 1
-    if half > 0:
-        p = 1 - within(math.atan(abs(interval.value) / half * student(freedom) / math.sqrt(freedom)), freedom)
+    value, half, freedom = interval.value, interval.high - interval.value, len(both) - 1
+    if half > 1e-9 * abs(value):
+        p = 1 - within(math.atan(abs(value) / half * student(freedom) / math.sqrt(freedom)), freedom)
+    elif value:  # All questions differ equally, so Student's t has no variance to go by: the exact sign test and its interval.
+        p, end = 2.0**-freedom, value * (2 * (SURE / 2) ** (1 / len(both)) - 1)
+        interval = Interval(value, min(end, value), max(end, value))
     else:
-        p = float(interval.value == 0)
+        p = 1.0
     means = [sum(some[key][0] for key in both) / sum(weights) for some in (values, others)]
     return Difference(task, metric, means[0], means[1], interval, len(both), max(0.0, p))
 
