@@ -276,9 +276,9 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return a document's few-shot examples; in the evaluated split, rows equal to it are left out. Raise PunaError if too few."""
-        own = self.file.fewshot_config.split or self.file.fewshot_split
-        pool = [shot for shot in self.shots if own != self.file.split(self.where) or shot.row != document.row]
+        """Return a document's few-shot examples, without rows equal to it if they are from data files. Raise PunaError if too few."""
+        given = (self.file.fewshot_config.split or self.file.fewshot_split) is None
+        pool = [shot for shot in self.shots if given or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:
             raise PunaError(f"{self.where}: num_fewshot is {self.file.num_fewshot}, but there are only {len(pool)} examples")
         return pool[: self.file.num_fewshot]
