@@ -163,8 +163,9 @@ def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Si
 
 
 def with_accuracy(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the points of runs with multiple-choice questions."""
-    return [row for row in rows if row["accuracy"] is not None]
+    """Return the points of runs with multiple-choice questions; [] if they are too few for a law."""
+    asked = [row for row in rows if row["accuracy"] is not None]
+    return asked if len(asked) >= scaling_laws.FEWEST else []
 
 
 def _task_rows(rows: Sequence[dict[str, Any]], run: StageRun) -> list[dict[str, Any]]:
