@@ -110,8 +110,10 @@ class Plan:
     unread: Mapping[str, str]
 
     def get(self, row: Fields, field: str) -> Any:
-        """Return a field's value in a row; None if the field has no column or the row lacks it."""
-        return field_at(row, self.columns[field]) if field in self.columns else None
+        """Return a field's value in a row; None if the field has no column or the row lacks it. A whole float becomes an int, since a
+        column of integers with missing values is often saved as floats."""
+        value = field_at(row, self.columns[field]) if field in self.columns else None
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def value(self, row: Fields, field: str) -> Any:
         """Return a field's value; text, such as a CSV cell, is parsed as JSON. Raise Refused if the text is not JSON."""

@@ -107,6 +107,18 @@ def test_empty_cells_are_missing_fields(tmp_path: Path, format: str) -> None:
     assert made(tmp_path, "instructions", written(tmp_path / "twice", twice, format)).rows() == 2
 
 
+def test_whole_numbers_may_be_saved_as_floats(tmp_path: Path) -> None:
+    """pandas saves a column of integers with a missing value as floats."""
+    rows = [{"question": f"q{n}", "answer": float(n), "key": float(n)} for n in (1, 2)] + [{"question": "q3", "answer": 0.5, "key": None}]
+    found = made(tmp_path, "prompts", written(tmp_path / "in", rows, "parquet"), columns={"id": "key"})
+    plain = made(tmp_path, "prompts", written(tmp_path / "plain", [rows[0] | {"answer": 1, "key": 1}], "jsonl"), columns={"id": "key"})
+    kept = {row["id"]: row["reference"] for row in found.read().to_pylist()}
+    assert sorted(kept.values()) == ["0.5", "1", "2"] and kept[plain.read()["id"][0].as_py()] == "1"
+    choices = [{"question": f"q{n}", "choices": ["x", "y", "z"], "answer": float(n)} for n in range(3)]
+    asked = made(tmp_path, "prompts", written(tmp_path / "choices", choices, "parquet")).read()
+    assert sorted(asked["reference"].to_pylist()) == ["A", "B", "C"]
+
+
 def test_answers_with_keys_of_their_own(tmp_path: Path) -> None:
     """UltraFeedback's layout, and one in which --columns names a key of every answer."""
     answers = [{"response": "good", "overall_score": 4.0, "worth": 1}, {"response": "bad", "overall_score": 1.0, "worth": 9}]
