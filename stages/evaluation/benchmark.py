@@ -139,6 +139,13 @@ def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> 
     return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
 
 
+def room_of(how: Generation, longest: int, where: str) -> int:
+    """Return a question's number of tokens in a context of `longest` tokens. PunaError (`where`) if max_gen_toks fills the context."""
+    if (room := longest - how.max_gen_toks) < 1:
+        raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in a context of {longest} tokens")
+    return room
+
+
 def check_names(tasks: Sequence[Task]) -> None:
     """Raise PunaError if two tasks have the same name."""
     places: dict[str, str] = {}
@@ -239,9 +246,6 @@ class Bench:
 
     def _texts(self, task: Task) -> Result:
         start_time = time.process_time()
-        for number, one in enumerate(task.documents, 1):
-            if not isinstance(one.target, str) or not one.target:
-                raise PunaError(f"{task.where}: doc_to_target, row {number}: {str(one.target)[:40]!r} is not text")
         texts = [str(document.target) for document in task.documents]
         windows = [self.encoder.document(text, self.longest) for text in texts]
         scored = iter(self._likelihoods([one for several in windows for one in several], task))
@@ -289,13 +293,10 @@ class Bench:
         return rows
 
     def generate(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers per prompt. A prompt too long for the context loses its beginning. PunaError if max_gen_toks fills the
-        context."""
+        """Return `n` answers per prompt. A prompt too long for the context loses its beginning; see `room_of`."""
         from puna.models.generation import SamplingParams
 
-        room = self.longest - how.max_gen_toks
-        if room < 1:
-            raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in a context of {self.longest} tokens")
+        room = room_of(how, self.longest, where)
         sampling, serving = how.do_sample is not False and how.temperature > 0, self.config.serving
         params = SamplingParams(
             n=n, temperature=how.temperature if sampling else 0.0, top_p=how.top_p if sampling else 1.0, top_k=how.top_k if sampling else 0,

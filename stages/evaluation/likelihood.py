@@ -106,14 +106,18 @@ def likelihoods(
     return results
 
 
-def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield batches of (request index, input ids), sorted by ids; common prefixes count once towards `limit`. Errors: see `likelihoods`."""
-    inputs = []
-    for number, (context, continuation) in enumerate(requests):
-        if not continuation or len(continuation) > longest:
+def check_lengths(requests: Sequence[Request], longest: int) -> None:
+    """Raise PunaError if a continuation has no token, or more than the `longest` of a context."""
+    for number, (_, continuation) in enumerate(requests):
+        if not 0 < len(continuation) <= longest:
             problem = f"has {len(continuation):,} tokens" if continuation else "has no token of its own"
             raise PunaError(f"continuation {number} {problem}; the model's context allows 1 to {longest:,}")
-        inputs.append((number, [*context, *continuation][-(longest + 1) :][:-1]))
+
+
+def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Yield batches of (request index, input ids), sorted by ids; common prefixes count once towards `limit`. Errors: see `likelihoods`."""
+    check_lengths(requests, longest)
+    inputs = [(number, [*one.context, *one.continuation][-(longest + 1) :][:-1]) for number, one in enumerate(requests)]
     inputs.sort(key=lambda pair: pair[1])
     group: list[tuple[int, list[int]]] = []
     size = 0

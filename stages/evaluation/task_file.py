@@ -367,6 +367,8 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
             with errors_at(f"{where}: doc_to_target, row {number}", ValueError):
                 if len(document.choices) < 2 or not document.right:
                     raise ValueError(f"no right one among {len(document.choices)} options")
+        if spec.output_type == "loglikelihood_rolling" and not (isinstance(target, str) and target):
+            raise PunaError(f"{where}: doc_to_target, row {number}: {str(target)[:40]!r} is not text")
         documents.append(_permute(document) if spec.permuted else document)
     return documents
 

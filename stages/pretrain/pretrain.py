@@ -109,6 +109,8 @@ def pretrain(
     else:
         network = load_grown(model, tokenizer, config.compute.layout)
         state = _moments(model, network)
+    if watch.tasks is not None:
+        watch.tasks.check(max(network.config.max_position_embeddings, sources[phases[0].tokens].row_length * phases[0].join_rows))
     places: Places = {}
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
