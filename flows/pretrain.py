@@ -70,8 +70,7 @@ def _check_heldout(mixture: Output) -> None:
     sides = configs(Step("split", "split", split))
     none = not mixture or any(isinstance(config, SplitConfig) and config.heldout_fraction == 0 for config in sides)
     if none and configs(Step("evaluate_base", "evaluate_base", evaluate)):
-        raise PunaError("evaluate_base measures documents that split holds out: keep split, with heldout_fraction above 0, or leave "
-                        "evaluate_base out (--set evaluate_base=null)")  # fmt: skip
+        raise PunaError("evaluate_base measures documents that split holds out: hold some out, or leave it out (evaluate_base=null)")
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:

@@ -90,7 +90,6 @@ class Result:
 
 
 def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the (module, symbol) of the verifiers that task files and prompts name."""
     names: set[str] = set()
     for external in inputs["tasks"] or ():
         assert isinstance(external, External)
@@ -135,7 +134,6 @@ def benchmark(
 
 
 def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> str:
-    """Return the name of the prompt format in which a task's questions are asked."""
     return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
 
 
@@ -147,7 +145,6 @@ def room_of(how: Generation, longest: int, where: str) -> int:
 
 
 def check_names(tasks: Sequence[Task]) -> None:
-    """Raise PunaError if two tasks have the same name."""
     places: dict[str, str] = {}
     for task in tasks:
         if task.name in places:
@@ -204,8 +201,7 @@ class Bench:
         return self.model.config.max_position_embeddings
 
     def measure(self, task: Task) -> Iterator[Result]:
-        """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then the results of both
-        formats."""
+        """Yield a task's result. With `options: best`, multiple choice yields the better format's result, then those of both."""
         kind, mode = task.file.output_type, self.config.options
         if kind != "multiple_choice":
             yield self._texts(task) if kind == "loglikelihood_rolling" else self._answers(task)
@@ -343,7 +339,9 @@ def write(
                 {**row, **one.about, "seed": config.seed, "seconds": one.seconds, "tokens": one.tokens, "contaminated": share,
                  "clean": rest and rest.interval().value, "calibration_error": calibration_error(column.confidences, column.values)}
             )  # fmt: skip
-            single += _single(one, column)
+            for kind, values in (("", column.values), (":weight", column.weights), (":confidence", column.confidences)):
+                name = f"{one.name}/{column.name}{kind}"
+                single += [{"id": key, "name": name, "value": each} for key, each in zip(one.ids, values, strict=False)]
             run.metric(f"{one.name}_{column.name}", value.value)
     run.write_rows(rows)
     run.write_rows(more, "task_scores")
@@ -351,13 +349,6 @@ def write(
     run.write_rows([example for one in results for example in one.examples], "examples")
     text = json.dumps(layout or harness_layout(results, config), indent=1, ensure_ascii=False, default=str, sort_keys=True)
     (run.folder / RESULTS).write_text(text + "\n", encoding="utf-8")
-
-
-def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
-    """Yield rows of `scores`: each question's value and, if the column has them, weight (NAME:weight) and confidence (NAME:confidence)."""
-    for kind, values in (("", column.values), (":weight", column.weights), (":confidence", column.confidences)):
-        for key, value in zip(result.ids, values, strict=False):
-            yield {"id": key, "name": f"{result.name}/{column.name}{kind}", "value": value}
 
 
 def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[str, Any]:

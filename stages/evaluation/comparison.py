@@ -56,7 +56,6 @@ def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Ar
 
 
 def main_metric(metrics: Iterable[str]) -> str:
-    """Return the main metric of a task with these metrics (see `MAIN`)."""
     return min(metrics, key=lambda name: (MAIN.index(name) if name in MAIN else len(MAIN), name))
 
 
@@ -109,11 +108,9 @@ def _difference(task: str, metric: str, values: Values, others: Values) -> Diffe
     value, half, freedom = interval.value, interval.high - interval.value, len(both) - 1
     if half > 1e-9 * abs(value):
         p = 1 - within(math.atan(abs(value) / half * student(freedom) / math.sqrt(freedom)), freedom)
-    elif value:  # All questions differ equally, so Student's t has no variance to go by: the exact sign test and its interval.
-        p, end = 2.0**-freedom, value * (2 * (SURE / 2) ** (1 / len(both)) - 1)
+    else:  # All questions differ equally, so Student's t has no variance to go by: the exact sign test and its interval.
+        p, end = 2.0**-freedom if value else 1.0, value * (2 * (SURE / 2) ** (1 / len(both)) - 1)
         interval = Interval(value, min(end, value), max(end, value))
-    else:
-        p = 1.0
     means = [sum(some[key][0] for key in both) / sum(weights) for some in (values, others)]
     return Difference(task, metric, means[0], means[1], interval, len(both), max(0.0, p))
 

@@ -93,7 +93,6 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the (module, symbol) of the verifiers of `taste` and of the search."""
         own = (self.answers.taste, None if self.answers.search is None else self.answers.search.verifier)
         return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
 
@@ -352,7 +351,6 @@ def _example(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_liked(row: dict[str, Any]) -> bool:
-    """True if an answer is right and to the annotators' taste."""
     return is_correct(row["gold"]) and is_correct(row["liked"])
 
 

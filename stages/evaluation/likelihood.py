@@ -90,7 +90,7 @@ def likelihoods(
     exact = can_be_exact(weight.dtype, weight.device)
     results = [Likelihood(0.0, True)] * len(requests)
     done = 0
-    for batch in _batches(requests, longest, micro_batch_tokens):
+    for batch in batches(requests, longest, micro_batch_tokens):
         forest, nodes = share_beginnings([ids for _, ids in batch])
         counts = [len(requests[number].continuation) for number, _ in batch]
         positions = torch.tensor([node for path, count in zip(nodes, counts, strict=True) for node in path[len(path) - count :]])
@@ -106,18 +106,14 @@ def likelihoods(
     return results
 
 
-def check_lengths(requests: Sequence[Request], longest: int) -> None:
-    """Raise PunaError if a continuation has no token, or more than the `longest` of a context."""
-    for number, (_, continuation) in enumerate(requests):
+def batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Yield batches of (request index, input ids), sorted by ids; common prefixes count once towards `limit`. Errors: see `likelihoods`."""
+    inputs = []
+    for number, (context, continuation) in enumerate(requests):
         if not 0 < len(continuation) <= longest:
             problem = f"has {len(continuation):,} tokens" if continuation else "has no token of its own"
             raise PunaError(f"continuation {number} {problem}; the model's context allows 1 to {longest:,}")
-
-
-def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield batches of (request index, input ids), sorted by ids; common prefixes count once towards `limit`. Errors: see `likelihoods`."""
-    check_lengths(requests, longest)
-    inputs = [(number, [*one.context, *one.continuation][-(longest + 1) :][:-1]) for number, one in enumerate(requests)]
+        inputs.append((number, [*context, *continuation][-(longest + 1) :][:-1]))
     inputs.sort(key=lambda pair: pair[1])
     group: list[tuple[int, list[int]]] = []
     size = 0

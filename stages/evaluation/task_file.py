@@ -54,7 +54,6 @@ class Metric(StageConfig):
 
     @property
     def matching(self) -> dict[str, Any]:
-        """Return the settings of exact_match."""
         return {name: getattr(self, name) for name in MATCH_SETTINGS}
 
 

@@ -10,7 +10,7 @@ from puna.models.training.settings import ComputeSettings
 from puna.stages.contract import External, StageRun
 from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, check_names, room_of, scorers_of, verifiers_of_tasks
 from puna.stages.evaluation.comparison import main_metric
-from puna.stages.evaluation.likelihood import Encoder, check_lengths
+from puna.stages.evaluation.likelihood import Encoder, batches
 from puna.stages.evaluation.question_scores import Asker
 from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.executors import ranks
@@ -47,7 +47,7 @@ class TaskWatch:
                 room_of(task.file.generation_kwargs, longest, task.where)
             elif task.file.output_type == "multiple_choice":
                 with errors_at(task.where, PunaError):
-                    check_lengths([one for document in task.documents for one in asker.requests(task, document)], longest)
+                    next(batches([one for document in task.documents for one in asker.requests(task, document)], longest, longest))
 
     def due(self, step: int, last: int) -> bool:
         return step % self.every == 0 or step == last
@@ -80,5 +80,4 @@ class TaskWatch:
 
 
 def code(tasks: Sequence[Artifact | External]) -> list[tuple[str, str]]:
-    """Return the (module, symbol) of the code that evaluates these tasks, and of their verifiers."""
     return [(__name__, TaskWatch.__name__), *verifiers_of_tasks({"tasks": tasks})]

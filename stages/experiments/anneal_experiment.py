@@ -143,8 +143,7 @@ def anneal_experiment(
 
 
 def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: PoolRows, config: AnnealExperimentConfig, run: StageRun) -> str:
-    """Return the folder of the model to anneal: the input model, extended to the tokenizer's vocabulary, or a small model trained on the
-    default tokens, without documents that these tokens or a set hold out."""
+    """Return the folder of the model to anneal: the given one with the tokenizer's vocabulary, or a small one trained on default tokens."""
     from puna.models.formats.checkpoint import save
 
     vocabulary, seed, folder = tokenizer_of(source), run.seed("base"), run.scratch / "base-model"
@@ -174,8 +173,7 @@ def _too_small(read: float, different: float, config: AnnealExperimentConfig) ->
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's training pieces that belong to duplicates of earlier or held-out documents, the number of tokens in the
-    other pieces, and the share of documents that are not duplicates."""
+    """Return a mask [P] of a set's pieces of duplicate documents, the other pieces' tokens, and the share of the other documents."""
     packed, windows = pools.training[number], set[bytes]()
     heldout = np.concatenate(pools.heldout[number])
     windows.update(map(_digest, np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:])))

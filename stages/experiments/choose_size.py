@@ -91,9 +91,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
         numbers["accuracy"] = float(sigmoid(numbers["task_loss"]))
     intervals: dict[str, Interval | float] = {"loss": loss, **numbers}
     run.write_rows([evaluation_row("forecast", name, number, len(rows)) for name, number in intervals.items()])
-    run.metric("predicted_loss", loss.value)
-    run.metric("predicted_loss_low", loss.low)
-    run.metric("predicted_loss_high", loss.high)
+    for name, number in zip(("predicted_loss", "predicted_loss_low", "predicted_loss_high"), loss, strict=True):
+        run.metric(name, number)
     note = f"The forecast {loss.value:.3f}, and the ends of its interval, {loss.low:.3f} and {loss.high:.3f}."
     run.figure("forecast", loss_figure(forecaster, size.flops, note, forecast=[(size.flops, value) for value in loss]))
     run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}")

@@ -305,7 +305,6 @@ def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -
 
 
 def named_verifier(text: str) -> str:
-    """Return the JSON text of a verifier given as a bare name or as JSON."""
     return text if text.lstrip().startswith("{") else dump({"name": text.strip()})
 
 
@@ -321,12 +320,10 @@ def _fields(row: Row, format: str) -> dict[str, Any]:
     """Return the fields that a row has. Columnar formats add nulls for missing fields; in CSV, a missing field is an empty cell."""
     if format in ("csv", "tsv"):
         return {column: cell for column, cell in row.fields.items() if cell}
-    fields: dict[str, Any] = _without_nulls(row.fields) if format in COLUMNAR else row.fields
-    return fields
+    return dict(_without_nulls(row.fields)) if format in COLUMNAR else row.fields
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without keys that hold null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

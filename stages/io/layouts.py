@@ -110,9 +110,9 @@ class Plan:
     unread: Mapping[str, str]
 
     def get(self, row: Fields, field: str) -> Any:
-        """Return a field's value in a row; None if the field has no column or the row lacks it. A whole float becomes an int, since a
-        column of integers with missing values is often saved as floats."""
+        """Return a field's value in a row; None if the field has no column or the row lacks it."""
         value = field_at(row, self.columns[field]) if field in self.columns else None
+        # Columns of integers with missing values are often saved as floats.
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def value(self, row: Fields, field: str) -> Any:

@@ -145,7 +145,6 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
 
 
 def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
-    """Return a note for each category whose weight was lowered or limited, with the reason."""
     notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():

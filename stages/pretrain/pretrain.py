@@ -134,8 +134,7 @@ def pretrain(
 def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
-    """Return name → packed tokens. Raise PunaError for tokens that are missing, that no phase reads, or that come from another
-    tokenizer."""
+    """Return name → packed tokens. Raise PunaError for tokens that are missing, that no phase reads, or of another tokenizer."""
     read = {name: phase.name for phase in config.phases for name in phase.sources}
     for name, phase_name in read.items():
         if given[name] is None:
@@ -155,8 +154,7 @@ def _sources(
 
 
 def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:
-    """Return the phases with steps, and the tokens read before each if all rows are full. PunaError if row lengths within a phase
-    differ."""
+    """Return the phases with steps, and the tokens before each if all rows are full. PunaError if a phase's row lengths differ."""
     phases, starts, read = [], [], 0
     for phase in config.phases:
         if len(rows := {sources[name].row_length for name in phase.sources}) > 1:

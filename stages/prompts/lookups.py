@@ -45,7 +45,6 @@ class _Text:
 
     @cached_property
     def form(self) -> str:
-        """Return the wording, that is, the text without its numbers."""
         return NUMBER.sub("", self.text)
 
     @cached_property

@@ -51,7 +51,6 @@ def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
 
 
 def month_number(month: str) -> int:
-    """Return the number of months from January of year 0 to YYYY-MM."""
     year, number = map(int, month.split("-"))
     return 12 * year + number - 1
 
