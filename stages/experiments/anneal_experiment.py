@@ -174,12 +174,12 @@ def _too_small(read: float, different: float, config: AnnealExperimentConfig) ->
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
     """Return a mask [P] of a set's pieces of duplicate documents, the other pieces' tokens, and the share of the other documents."""
-    packed, windows = pools.training[number], set[bytes]()
-    heldout = np.concatenate(pools.heldout[number])
-    windows.update(map(_digest, np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:])))
+    packed, heldout = pools.training[number], np.concatenate(pools.heldout[number])
+    begin = heldout[0]  # also the end token, if the tokenizer has no BOS
+    windows = {_digest(piece[piece != begin]) for piece in np.split(heldout, np.flatnonzero(heldout == begin)[1:])}
     copies = np.zeros(len(packed.ids), dtype=bool)
     for owner, document in enumerate(_documents(packed)):
-        digest = _digest(document)
+        digest = _digest(document[document != begin])
         copies[owner] = digest in windows
         windows.add(digest)
     mask = copies[packed.owners]

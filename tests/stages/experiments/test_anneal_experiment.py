@@ -180,6 +180,21 @@ def test_shuffled_text_has_the_same_words_in_another_order(given, store) -> None
     assert sum(a != b for a, b in zip(*texts, strict=True)) > 0.9 * len(packed.ids)
 
 
+@pytest.mark.parametrize(("begin", "end"), [(1, 2), (2, 2)])
+def test_copies_of_held_out_documents_are_found(begin: int, end: int) -> None:
+    """Some tokenizers, such as Qwen's, have one token that begins and ends documents."""
+
+    def packed(*documents: list[int]) -> Packed:
+        ids = [[begin, *document, end] for document in documents]
+        return Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), [f"{i}" for i in range(len(ids))], 8)))
+
+    held = packed([5, 6, 7, 8, 9, 5], [6, 7, 8, 6, 6, 6])
+    training = packed([9, 9, 9, 9, 9, 9], [6, 7, 8, 6, 6, 6], [5, 6, 7, 8, 9, 5], [9, 9, 9, 9, 9, 9], [7, 7, 7, 7, 7, 7])
+    pools = Pools((training,), ([held.piece(i) for i in range(2)],), (frozenset("ab"),))
+    copies, tokens, share = module._different(pools, 0)
+    assert copies.tolist() == [False, True, True, True, False] and (tokens, share) == (16, 0.4)
+
+
 def test_words_are_shuffled_in_scripts_without_spaces(given) -> None:
     """The control keeps the letters and their script's lack of spaces, but not their order."""
     vocabulary = tokenizer_of(given["model"])
