@@ -318,7 +318,7 @@ def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[s
 
 def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
     bars: list[tuple[Any, float]] = []
-    for task in [ALL, *sorted({row["task"] for row in found})]:
+    for task in [ALL, *sorted({row["task"] for row in found} - {ALL})]:
         members = [row for row in found if task in (ALL, row["task"])]
         values: dict[str, tuple[intervals.Interval, int]] = {}
         if scored := [row["gold"] for row in members if row["gold"] is not None]:

@@ -160,7 +160,7 @@ def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Si
 
 
 def with_accuracy(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the points of runs with multiple-choice questions; [] if they are too few for a law."""
+    """Return the points with multiple-choice questions; [] if they are too few for a law."""
     asked = [row for row in rows if row["accuracy"] is not None]
     return asked if len(asked) >= scaling_laws.FEWEST else []
 

@@ -77,7 +77,6 @@ def _jsonl(artifact: Artifact, file: Path) -> None:
 
 
 def _rest(row: Row) -> Row:
-    """Return the row's tools, if any, and its non-null columns other than messages and answers."""
     skipped, tools = ("messages", "tools", "others", *SIDES), tools_of(row)
     return ({"tools": tools} if tools else {}) | {name: v for name, v in row.items() if name not in skipped and v is not None}
 

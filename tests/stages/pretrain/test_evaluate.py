@@ -139,6 +139,14 @@ def found_pages(artifact) -> int:
     return table(artifact)["pages", "document_bits_per_byte"]["n"]
 
 
+def test_a_task_may_be_called_all(store, model) -> None:
+    """Its prompts are part of the mean over all tasks, which has this name, too."""
+    tasks = (Task(task="gcd", name="all"), Task(task="chain_sum"))
+    asked = execute(prompts, PromptsConfig(tasks=tasks, train=0, heldout=3), {}, store)
+    found = table(execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store))
+    assert {task: found[task, "accuracy"]["n"] for task, metric in found if metric == "accuracy"} == {"all": 6, "chain_sum": 3}
+
+
 def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub engine knows four of five answers, and truncates one of these."""
     tasks = (Task(task="chain_sum", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
