@@ -307,7 +307,7 @@ def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -
         return []
     own, split = spec.fewshot_config, spec.fewshot_config.split or spec.fewshot_split
     if split is not None and split in spec.files:
-        rows: Sequence[Row] = _rows(external, file, spec, split)[: spec.num_fewshot + 1]
+        rows: Sequence[Row] = _rows(external, file, spec, split)[: 2 * spec.num_fewshot + 1]
     elif split is None and own.samples is not None:
         rows = own.samples
     else:
