@@ -288,7 +288,7 @@ def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -
         own = plan.get(fields, "id")
         if own is not None and not isinstance(own, str | int):
             raise Refused(plan.name("id"), "wrong_type", "is neither text nor a number")
-        row_id = identifier(kind, job.source, own) if own not in (None, "") else None
+        row_id = identifier(kind, job.source, own) if own is not None else None
         if kind == "documents":
             name = row_id or identifier("document", job.source, values["url"] or "", values["text"])
             return values | {"id": name, "source": job.source}

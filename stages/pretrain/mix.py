@@ -15,8 +15,7 @@ from puna.stages.draws import uniform
 from puna.stages.training.corpus import check_mixture, of_part
 from puna.storage import Artifact, Part, PunaError
 
-TOLERANCE = 1e-6
-"""Tolerance for rounding errors of weights that should add up to 1."""
+TOLERANCE = 1e-6  # for rounding errors of weights that should add up to 1
 
 
 class MixConfig(SeededConfig):

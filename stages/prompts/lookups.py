@@ -101,7 +101,6 @@ def _right(row: Mapping[str, Any], verifier: Verifier, answer: str) -> float:
 
 
 def _shared_words(one: _Text, other: _Text) -> float:
-    """Return the Jaccard similarity of two questions' multisets of words."""
     return (common := (one.words & other.words).total()) / max(1, one.words.total() + other.words.total() - common)
 
 
