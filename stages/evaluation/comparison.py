@@ -12,8 +12,7 @@ from puna.storage import Artifact, PunaError
 
 MAIN = ("verified", "acc", "bits_per_byte")
 """Main metrics of tasks, in order of preference. A task without any of them uses its alphabetically first metric."""
-SURE = 0.05
-"""Significance level."""
+SURE = 0.05  # significance level
 TABLE = "task_scores"
 SAME = ("version", "shots", "format")
 """Columns of `task_scores` that must be equal, like `content`, for two models to be comparable."""

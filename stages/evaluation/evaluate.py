@@ -236,9 +236,9 @@ def _continuations(
 ) -> None:
     from puna.models.generation import SamplingParams
 
-    words = config.pages.prompt_words
-    openings = [(page, multiple_choice.WORD.findall(page.text)[:words]) for page in pages]
-    whole = ((page, "".join(some)) for page, some in openings if len(some) == words)
+    count = config.pages.prompt_words
+    openings = ((page, multiple_choice.words(page.text, count)) for page in pages)
+    whole = ((page, "".join(some)) for page, some in openings if len(some) == count)
     beginnings = list(islice(((page, text) for page, text in whole if fits(text)), config.pages.continuations))
     if not beginnings:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from puna.stages.contract import StageRun
@@ -63,10 +64,14 @@ def _rank(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_
 
 
 HAN_AND_KANA, SOUTH_EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af", "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
-UNSPACED = HAN_AND_KANA + SOUTH_EAST_ASIAN
-"""Letters of scripts without spaces, as a range of a regular expression: Han and kana; Thai, Lao, Burmese and Khmer."""
+UNSPACED = HAN_AND_KANA + SOUTH_EAST_ASIAN  # letters of scripts without spaces: Han and kana; Thai, Lao, Burmese and Khmer
 WORD = re.compile(rf"\s*(?:[{HAN_AND_KANA}]{{1,2}}|[{SOUTH_EAST_ASIAN}]{{1,4}}|[^\s{UNSPACED}]+)")
-"""A word with the white space before it. In scripts without spaces, as many letters as a word usually has."""
+
+
+def words(text: str, most: int | None = None) -> list[str]:
+    """Return the first `most` words, each with the white space before it. In scripts without spaces, a word is a few letters."""
+    # White space that no word follows would be searched once for each of its characters.
+    return [match.group() for match in islice(WORD.finditer(text.rstrip()), most)]
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,10 @@ def build(
     the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
-        words = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
-        option = "".join(words[prompt_words:])
-        if len(words) == prompt_words + option_words and fits(option):
-            stretches.append((id_, category, "".join(words[:prompt_words]), option))
+        stretch = words(text, prompt_words + option_words)
+        option = "".join(stretch[prompt_words:])
+        if len(stretch) == prompt_words + option_words and fits(option):
+            stretches.append((id_, category, "".join(stretch[:prompt_words]), option))
     stretches.sort(key=lambda row: place(seed, row[0]))
     questions: list[Item] = []
     for id_, category, prompt, own in stretches:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
-from puna.stages.evaluation.multiple_choice import UNSPACED, WORD
+from puna.stages.evaluation.multiple_choice import UNSPACED, words
 from puna.stages.training import intervals
 from puna.stages.training import needs as needs_of
 from puna.stages.training.needs import documents_apart
@@ -203,9 +203,9 @@ def shuffle_words(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -
     texts = [vocabulary.decode(document.tolist(), skip_special_tokens=True) for document in _documents(packed)]
     mixed = []
     for number, text in enumerate(texts):
-        words = [word.strip() for word in WORD.findall(text)]
-        order = np.random.default_rng([seed, number]).permutation(len(words))
-        mixed.append(re.sub(f"(?<=[{UNSPACED}]) (?=[{UNSPACED}])", "", " ".join(words[at] for at in order)))
+        own = [word.strip() for word in words(text)]
+        order = np.random.default_rng([seed, number]).permutation(len(own))
+        mixed.append(re.sub(f"(?<=[{UNSPACED}]) (?=[{UNSPACED}])", "", " ".join(own[at] for at in order)))
     ids = [[vocabulary.begin, *own, *vocabulary.end] for own in vocabulary.encode_batch(mixed)]
     return Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), list(packed.ids), row)))
 

@@ -25,8 +25,7 @@ from puna.storage import PunaError
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
 """Pattern of a token: a digit, a run of letters or a mark. The demo's tokenizer also has one token per digit."""
-MOST = 1_000
-"""Maximum number of held-out questions, and of gold answers, to use."""
+MOST = 1_000  # maximum number of held-out questions, and of gold answers, to use
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
 REPLACED, MAJORITY = "nearest by edits, differing tokens replaced", "majority by form"
 

@@ -16,8 +16,7 @@ from puna.stages.training.intervals import Interval, evaluation_row, mean, wilso
 from puna.stages.verifiers.base import is_correct
 from puna.storage import PunaError
 
-CYCLE = 24
-"""Number of months after which a question may recur."""
+CYCLE = 24  # months after which a question may recur
 APART = 1_000_000
 """Distance between the seeds of consecutive reasoning-gym entries. At a distance of 1, runs with adjacent seeds would share entries."""
 

@@ -54,6 +54,14 @@ def test_pages_in_scripts_without_spaces_give_questions(text: str) -> None:
     assert len(items) == 4 and all(texts[item.id].startswith(item.prompt + item.options[item.answer]) for item in items)
 
 
+def test_words_are_the_text_with_its_white_space() -> None:
+    """White space at the end belongs to no word; a search for the next word would look at it once for each of its characters."""
+    assert multiple_choice.words("a  b\nc" + " " * 1_000_000) == ["a", "  b", "\nc"] and multiple_choice.words("a b c", 2) == ["a", " b"]
+    for seed in range(50):
+        text = "".join(random.Random(seed).choices("ab \n\u3000é手机ที่ន។、", k=60)).rstrip()
+        assert "".join(multiple_choice.words(text)) == text
+
+
 def test_options_that_may_not_fit_the_context_are_left_out() -> None:
     """A long word, such as encoded data, makes an option of many tokens."""
     long = ("f" * 32, "news", " ".join(["word"] * 6 + ["x" * 300] + ["word"] * 20))
