@@ -223,6 +223,6 @@ def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[
     share = sum(overlap.values())
     late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in weighting}
     # `_check_weights` rejects weights that do not add up to 1, or that name no category of this corpus.
-    if not share or abs(sum(weighting.values()) - 1) > TOLERANCE or (not late and share == sum(weighting.values())):
+    if not share or abs(sum(weighting.values()) - 1) > TOLERANCE or (not late and weighting.keys() == overlap.keys()):
         return weighting, []
     return {c: weight * (1 - sum(late.values())) / share for c, weight in overlap.items()} | late, sorted(late)
