@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from puna.models.generation import AnswerEngine, Completion
     from puna.models.transformer import Transformer
 
-RESULTS = "results.json"
-"""File of an evaluation with its results in lm-evaluation-harness's format."""
+RESULTS = "results.json"  # file of an evaluation with its results in lm-evaluation-harness's format
 
 
 class BenchmarkConfig(SeededConfig):

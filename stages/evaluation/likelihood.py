@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
-LOGITS = 1 << 24
-"""Maximum number of logits in memory at once."""
+LOGITS = 1 << 24  # maximum number of logits in memory at once
 
 
 class Request(NamedTuple):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Depths of the passage: the share of the text before it."""
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # depths of the passage: the share of the text before it
 THINGS = ("harbour", "library", "garden", "kitchen", "station", "bridge", "market", "museum", "factory", "hospital", "castle", "school")
 Ids = npt.NDArray[np.int64]
 

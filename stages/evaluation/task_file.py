@@ -31,8 +31,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
 }
 DEFAULTS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("exact_match",)}
-LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-"""Metrics for which lower values are better."""
+LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # metrics for which lower values are better
 AGGREGATIONS = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity", "bits_per_byte": "bits_per_byte"}
 UNUSED = ("tag", "group", "task_alias", "should_decontaminate", "doc_to_decontamination_query", "dataset_name")
 """Keys that do not affect scores on local data."""

@@ -22,8 +22,7 @@ from puna.stages.training.proxy_runs import resize
 from puna.stages.training.scaling_laws import fit_power
 from puna.storage import PunaError, errors_at
 
-WIDEST, MULTIPLE = 32_768, 8
-"""Maximum width to try, and the number that all widths are multiples of."""
+WIDEST, MULTIPLE = 32_768, 8  # maximum width to try, and the number that all widths are multiples of
 GROWTH, NEAR = (0.3, 0.7), 1.5
 """Range of exponents by which the best size may grow with the budget (published: .46 to .54), and the factor allowed beyond the range."""
 

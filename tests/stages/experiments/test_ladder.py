@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from puna.flows.report.training import forecasts_view
 from puna.models import accounting
 from puna.models.config import ModelConfig, ModelShape
 from puna.models.training.loop import TrainingDiverged
-from puna.stages.contract import Facts, execute
+from puna.models.training.settings import OptimizerSettings
+from puna.stages.contract import Facts, execute, identify
 from puna.stages.contract.declaration import InputFacts
 from puna.stages.experiments import choose_size as chosen_sizes
 from puna.stages.experiments import ladder as module
@@ -254,6 +256,15 @@ def test_a_few_points_with_questions_give_no_law_of_accuracy(store) -> None:
     chosen = execute(choose_size, ChooseSizeConfig(flops=1e14, draws=100), {"law": surface}, store)
     for made in (surface, chosen):
         assert not {"accuracy"} & {row[name] for row in made.read().to_pylist() for name in ("task", "metric")}
+
+
+def test_the_key_of_a_chosen_size_covers_its_optimizer(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings name AdamW, but the size was measured, and is trained, with Muon."""
+    monkeypatch.setattr(sys.modules[__name__], "OPTIMIZER", OptimizerSettings(name="muon"))
+    surface = execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)
+    chosen = execute(choose_size, ChooseSizeConfig(flops=1e14, draws=100), {"law": surface}, store)
+    keys = [identify(pretrain, PretrainConfig(), given | size).code for size in ({}, {"size": chosen})]
+    assert [any("optimizers.muon." in name for name in symbols) for symbols in keys] == [False, True]
 
 
 def test_a_law_of_experts_counts_those_that_a_token_meets(store) -> None:
