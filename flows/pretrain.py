@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from puna.flows.engine.declare import Files, Output, flow, publish, step, switch
+from puna.flows.engine.declare import Files, Output, current_walk, flow, publish, step, switch
+from puna.flows.engine.recipe import Step
 from puna.stages.contract import Kind
 from puna.stages.curate.contamination import contamination
 from puna.stages.evaluation.evaluate import evaluate
@@ -15,7 +16,7 @@ from puna.stages.experiments.ladder import ladder
 from puna.stages.experiments.law import law
 from puna.stages.pretrain.mix import mix
 from puna.stages.pretrain.pretrain import pretrain as train
-from puna.stages.pretrain.split import split
+from puna.stages.pretrain.split import SplitConfig, split
 from puna.stages.pretrain.tokenize import tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
 from puna.stages.prompts.prompts import prompts
@@ -38,7 +39,8 @@ def pretrain(
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
-    mixture = step(mix, documents=documents, split=sides, weights=weights)
+    mixture = step(mix, through="split", documents=documents, split=sides, weights=weights)
+    _check_heldout(mixture)
     tokens = step(tokenize, documents=documents, mixture=mixture, tokenizer=vocabulary)
     verdict = step(anneal_experiment, off=True, tokens=tokens, tokenizer=vocabulary, model=model, documents=documents, mixture=mixture)
     further: list[Output | None] = []
@@ -60,6 +62,15 @@ def pretrain(
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)
     return publish("base", base)
+
+
+def _check_heldout(mixture: Output) -> None:
+    """Raise PunaError if the recipe evaluates the base model on held-out documents, but holds none out."""
+    configs = current_walk().configs
+    sides = configs(Step("split", "split", split))
+    none = not mixture or any(isinstance(config, SplitConfig) and config.heldout_fraction == 0 for config in sides)
+    if none and configs(Step("evaluate_base", "evaluate_base", evaluate)):
+        raise PunaError("evaluate_base measures documents that split holds out: hold some out, or leave it out (evaluate_base=null)")
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:

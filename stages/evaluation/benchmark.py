@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from puna.models.generation import AnswerEngine, Completion
     from puna.models.transformer import Transformer
 
-RESULTS = "results.json"
-"""File of an evaluation with its results in lm-evaluation-harness's format."""
+RESULTS = "results.json"  # file of an evaluation with its results in lm-evaluation-harness's format
 
 
 class BenchmarkConfig(SeededConfig):
@@ -90,7 +89,6 @@ class Result:
 
 
 def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
-    """Return the (module, symbol) of the verifiers that task files and prompts name."""
     names: set[str] = set()
     for external in inputs["tasks"] or ():
         assert isinstance(external, External)
@@ -135,12 +133,17 @@ def benchmark(
 
 
 def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> str:
-    """Return the name of the prompt format in which a task's questions are asked."""
     return prompts if task.file.output_type != "multiple_choice" or has_letters(task) else f"{prompts}, {options}"
 
 
+def room_of(how: Generation, longest: int, where: str) -> int:
+    """Return a question's number of tokens in a context of `longest` tokens. PunaError (`where`) if max_gen_toks fills the context."""
+    if (room := longest - how.max_gen_toks) < 1:
+        raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in a context of {longest} tokens")
+    return room
+
+
 def check_names(tasks: Sequence[Task]) -> None:
-    """Raise PunaError if two tasks have the same name."""
     places: dict[str, str] = {}
     for task in tasks:
         if task.name in places:
@@ -238,9 +241,6 @@ class Bench:
 
     def _texts(self, task: Task) -> Result:
         start_time = time.process_time()
-        for number, one in enumerate(task.documents, 1):
-            if not isinstance(one.target, str) or not one.target:
-                raise PunaError(f"{task.where}: doc_to_target, row {number}: {str(one.target)[:40]!r} is not text")
         texts = [str(document.target) for document in task.documents]
         windows = [self.encoder.document(text, self.longest) for text in texts]
         scored = iter(self._likelihoods([one for several in windows for one in several], task))
@@ -288,13 +288,10 @@ class Bench:
         return rows
 
     def generate(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers per prompt. A prompt too long for the context loses its beginning. Raise PunaError if max_gen_toks fills the
-        context."""
+        """Return `n` answers per prompt. A prompt too long for the context loses its beginning; see `room_of`."""
         from puna.models.generation import SamplingParams
 
-        room = self.longest - how.max_gen_toks
-        if room < 1:
-            raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in a context of {self.longest} tokens")
+        room = room_of(how, self.longest, where)
         sampling, serving = how.do_sample is not False and how.temperature > 0, self.config.serving
         params = SamplingParams(
             n=n, temperature=how.temperature if sampling else 0.0, top_p=how.top_p if sampling else 1.0, top_k=how.top_k if sampling else 0,
@@ -341,7 +338,9 @@ def write(
                 {**row, **one.about, "seed": config.seed, "seconds": one.seconds, "tokens": one.tokens, "contaminated": share,
                  "clean": rest and rest.interval().value, "calibration_error": calibration_error(column.confidences, column.values)}
             )  # fmt: skip
-            single += _single(one, column)
+            for kind, values in (("", column.values), (":weight", column.weights), (":confidence", column.confidences)):
+                name = f"{one.name}/{column.name}{kind}"
+                single += [{"id": key, "name": name, "value": each} for key, each in zip(one.ids, values, strict=False)]
             run.metric(f"{one.name}_{column.name}", value.value)
     run.write_rows(rows)
     run.write_rows(more, "task_scores")
@@ -349,13 +348,6 @@ def write(
     run.write_rows([example for one in results for example in one.examples], "examples")
     text = json.dumps(layout or harness_layout(results, config), indent=1, ensure_ascii=False, default=str, sort_keys=True)
     (run.folder / RESULTS).write_text(text + "\n", encoding="utf-8")
-
-
-def _single(result: Result, column: Column) -> Iterator[dict[str, Any]]:
-    """Yield rows of `scores`: each question's value and, if the column has them, weight (NAME:weight) and confidence (NAME:confidence)."""
-    for kind, values in (("", column.values), (":weight", column.weights), (":confidence", column.confidences)):
-        for key, value in zip(result.ids, values, strict=False):
-            yield {"id": key, "name": f"{result.name}/{column.name}{kind}", "value": value}
 
 
 def harness_layout(results: Sequence[Result], config: BenchmarkConfig) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from puna.storage import Artifact, PunaError
 
 MAIN = ("verified", "acc", "bits_per_byte")
 """Main metrics of tasks, in order of preference. A task without any of them uses its alphabetically first metric."""
-SURE = 0.05
-"""Significance level."""
+SURE = 0.05  # significance level
 TABLE = "task_scores"
 SAME = ("version", "shots", "format")
 """Columns of `task_scores` that must be equal, like `content`, for two models to be comparable."""
@@ -26,7 +25,8 @@ Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]
 @dataclass(frozen=True)
 class Difference:
     """The difference between two models in a metric, `other` minus `one`, over the `n` questions that both answered. `p`: two-sided p-value
-    of Student's t; `holm`: `p` after Holm's correction (1979) for the number of rows. Perplexities are compared by their logarithms."""
+    of Student's t (of the sign test if all questions differ equally); `holm`: `p` after Holm's correction (1979) for the number of rows.
+    Perplexities are compared by their logarithms."""
 
     task: str
     metric: str
@@ -55,7 +55,6 @@ def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Ar
 
 
 def main_metric(metrics: Iterable[str]) -> str:
-    """Return the main metric of a task with these metrics (see `MAIN`)."""
     return min(metrics, key=lambda name: (MAIN.index(name) if name in MAIN else len(MAIN), name))
 
 
@@ -105,11 +104,12 @@ def _difference(task: str, metric: str, values: Values, others: Values) -> Diffe
     both = sorted(values.keys() & others.keys())
     weights = [values[key][1] for key in both]
     interval = ratio([others[key][0] - values[key][0] for key in both], weights)
-    half, freedom = interval.high - interval.value, len(both) - 1
-    if half > 0:
-        p = 1 - within(math.atan(abs(interval.value) / half * student(freedom) / math.sqrt(freedom)), freedom)
-    else:
-        p = float(interval.value == 0)
+    value, half, freedom = interval.value, interval.high - interval.value, len(both) - 1
+    if half > 1e-9 * abs(value):
+        p = 1 - within(math.atan(abs(value) / half * student(freedom) / math.sqrt(freedom)), freedom)
+    else:  # All questions differ equally, so Student's t has no variance to go by: the exact sign test and its interval.
+        p, end = 2.0**-freedom if value else 1.0, value * (2 * (SURE / 2) ** (1 / len(both)) - 1)
+        interval = Interval(value, min(end, value), max(end, value))
     means = [sum(some[key][0] for key in both) / sum(weights) for some in (values, others)]
     return Difference(task, metric, means[0], means[1], interval, len(both), max(0.0, p))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, model_validator
@@ -92,7 +93,6 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
-        """Return the (module, symbol) of the verifiers of `taste` and of the search."""
         own = (self.answers.taste, None if self.answers.search is None else self.answers.search.verifier)
         return [symbol for given in own if given is not None for symbol in from_json(given).reaches()]
 
@@ -134,6 +134,7 @@ def evaluate(
     network, tokenizer, limits = load_served(model, config.serving, work, run, config.micro_batch_tokens)
     with errors_at(f"evaluate: {model.id}", ValueError):
         quantise_for(network, config.serving.weights)
+    engine: AnswerEngine
     if documents is not None:
         pages = heldout_pages(documents, mixture, config.pages.max_page_bytes, config.pages.max_bytes, run)
         context = config.context or min(network.config.max_position_embeddings, config.micro_batch_tokens)
@@ -141,9 +142,9 @@ def evaluate(
         read = training_text(model, documents, mixture, tokenizer, context, most, run)
         _bits(pages, read, network, tokenizer, context, config, run)
         _questions(pages, network, tokenizer, config, run)
-        _continuations(pages, DealtEngine(engine_of(network, tokenizer, **limits), config.serving.layout), tokenizer, config, run)
+        engine = DealtEngine(engine_of(network, tokenizer, **limits), config.serving.layout)
+        _continuations(pages, engine, tokenizer, partial(_fits, tokenizer, network.config.max_position_embeddings), config, run)
     if prompts is not None:
-        engine: AnswerEngine
         if config.serving.engine == "vllm":
             del network  # frees GPU memory for vLLM
             torch.cuda.empty_cache()
@@ -201,11 +202,18 @@ def _share(values: Sequence[float], weights: Sequence[float], members: Sequence[
     return intervals.ratio([values[i] for i in members], [weights[i] for i in members])
 
 
+def _fits(tokenizer: Tokenizer, context: int, text: str) -> bool:
+    """True if a text fills at most half of the context, in tokens. A single word, such as encoded data, may fill more."""
+    most = context // 2
+    return len(text.encode()) <= most or len(tokenizer.encode(text)) <= most  # a token has a byte or more
+
+
 def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
     if not (own := config.pages).questions:
         return
     documents = [(page.id, page.category, page.text) for page in pages]
-    items = multiple_choice.build(documents, own.questions, own.options, own.prompt_words, own.option_words, run.seed("questions"))
+    fits = partial(_fits, tokenizer, model.config.max_position_embeddings)
+    items = multiple_choice.build(documents, own.questions, own.options, own.prompt_words, own.option_words, run.seed("questions"), fits)
     run.metric("questions", len(items))
     if not items:
         return
@@ -223,12 +231,15 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     run.metric("choice_chance", 1.0 / own.options)
 
 
-def _continuations(pages: Sequence[Chosen], engine: AnswerEngine, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun) -> None:
+def _continuations(
+    pages: Sequence[Chosen], engine: AnswerEngine, tokenizer: Tokenizer, fits: Callable[[str], bool], config: EvaluateConfig, run: StageRun
+) -> None:
     from puna.models.generation import SamplingParams
 
-    words = config.pages.prompt_words
-    openings = [(page, multiple_choice.WORD.findall(page.text)[:words]) for page in pages]
-    beginnings = [(page, "".join(some)) for page, some in openings if len(some) == words][: config.pages.continuations]
+    count = config.pages.prompt_words
+    openings = ((page, multiple_choice.words(page.text, count)) for page in pages)
+    whole = ((page, "".join(some)) for page, some in openings if len(some) == count)
+    beginnings = list(islice(((page, text) for page, text in whole if fits(text)), config.pages.continuations))
     if not beginnings:
         return
     params = SamplingParams(temperature=0.8, max_tokens=64, stop=tuple(tokenizer.end), seed=run.seed("continuations"))
@@ -307,7 +318,7 @@ def _heldout_prompts(prompts: Artifact, per_task: int, seed: int) -> list[dict[s
 
 def _judge(found: Sequence[dict[str, Any]], examples: int, run: StageRun) -> None:
     bars: list[tuple[Any, float]] = []
-    for task in [ALL, *sorted({row["task"] for row in found})]:
+    for task in [ALL, *sorted({row["task"] for row in found} - {ALL})]:
         members = [row for row in found if task in (ALL, row["task"])]
         values: dict[str, tuple[intervals.Interval, int]] = {}
         if scored := [row["gold"] for row in members if row["gold"] is not None]:
@@ -340,7 +351,6 @@ def _example(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_liked(row: dict[str, Any]) -> bool:
-    """True if an answer is right and to the annotators' taste."""
     return is_correct(row["gold"]) and is_correct(row["liked"])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,11 @@ def _bridge(bench: Bench) -> Any:
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             texts = [""] * len(requests)
-            for settings, numbers in _by_settings(requests):
-                how = parse(Generation, generation(settings), "generation_kwargs")
+            groups = defaultdict[str, list[int]](list)
+            for number, request in enumerate(requests):
+                groups[json.dumps(request.args[1], sort_keys=True)].append(number)
+            for settings, numbers in groups.items():
+                how = parse(Generation, generation(json.loads(settings)), "generation_kwargs")
                 prompts = [self.tok_encode(requests[number].args[0]) or [encoder.prefix] for number in numbers]
                 completions = bench.generate(prompts, how, how.until or (), 1, "generation_kwargs")
                 for number, (answer,) in zip(numbers, completions, strict=True):
@@ -181,11 +185,3 @@ def _bridge(bench: Bench) -> Any:
             return texts
 
     return Bridge()
-
-
-def _by_settings(requests: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    groups: dict[str, list[int]] = {}
-    for number, request in enumerate(requests):
-        groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-    for text, numbers in groups.items():
-        yield json.loads(text), numbers

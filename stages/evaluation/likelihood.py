@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
-LOGITS = 1 << 24
-"""Maximum number of logits in memory at once."""
+LOGITS = 1 << 24  # maximum number of logits in memory at once
 
 
 class Request(NamedTuple):
@@ -90,7 +89,7 @@ def likelihoods(
     exact = can_be_exact(weight.dtype, weight.device)
     results = [Likelihood(0.0, True)] * len(requests)
     done = 0
-    for batch in _batches(requests, longest, micro_batch_tokens):
+    for batch in batches(requests, longest, micro_batch_tokens):
         forest, nodes = share_beginnings([ids for _, ids in batch])
         counts = [len(requests[number].continuation) for number, _ in batch]
         positions = torch.tensor([node for path, count in zip(nodes, counts, strict=True) for node in path[len(path) - count :]])
@@ -106,11 +105,11 @@ def likelihoods(
     return results
 
 
-def _batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
+def batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
     """Yield batches of (request index, input ids), sorted by ids; common prefixes count once towards `limit`. Errors: see `likelihoods`."""
     inputs = []
     for number, (context, continuation) in enumerate(requests):
-        if not continuation or len(continuation) > longest:
+        if not 0 < len(continuation) <= longest:
             problem = f"has {len(continuation):,} tokens" if continuation else "has no token of its own"
             raise PunaError(f"continuation {number} {problem}; the model's context allows 1 to {longest:,}")
         inputs.append((number, [*context, *continuation][-(longest + 1) :][:-1]))

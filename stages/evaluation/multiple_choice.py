@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from puna.stages.contract import StageRun
@@ -62,7 +63,15 @@ def _rank(part: Part, mixture: Artifact | None, split: str, seed: int, max_page_
     return candidates(((rank(seed, row.id), row.id, size, row) for size, row in sized if 0 < size <= max_page_bytes), max_bytes)
 
 
-WORD = re.compile(r"\s*\S+")
+HAN_AND_KANA, SOUTH_EAST_ASIAN = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U000323af", "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+UNSPACED = HAN_AND_KANA + SOUTH_EAST_ASIAN  # letters of scripts without spaces: Han and kana; Thai, Lao, Burmese and Khmer
+WORD = re.compile(rf"\s*(?:[{HAN_AND_KANA}]{{1,2}}|[{SOUTH_EAST_ASIAN}]{{1,4}}|[^\s{UNSPACED}]+)")
+
+
+def words(text: str, most: int | None = None) -> list[str]:
+    """Return the first `most` words, each with the white space before it. In scripts without spaces, a word is a few letters."""
+    # White space that no word follows would be searched once for each of its characters.
+    return [match.group() for match in islice(WORD.finditer(text.rstrip()), most)]
 
 
 @dataclass(frozen=True)
@@ -77,17 +86,20 @@ class Item:
 
 
 def build(
-    documents: Sequence[tuple[str, str, str]], items: int, options: int, prompt_words: int, option_words: int, seed: int
-) -> list[Item]:
+    documents: Sequence[tuple[str, str, str]], items: int, options: int, prompt_words: int, option_words: int, seed: int,
+    fits: Callable[[str], bool],
+) -> list[Item]:  # fmt: skip
     """Return at most `items` questions from documents (id, category, text). The order of the documents does not matter.
 
-    A page gives a question if it has prompt_words + option_words words and other pages give enough distinct wrong options. These are the
-    same word range of other pages, preferably of its category, so length and position do not reveal the answer, and topic seldom does."""
+    A page gives a question if it has prompt_words + option_words words, its continuation `fits` the context, and other pages give enough
+    distinct wrong options. These are the same word range of other pages, preferably of its category, so length and position do not reveal
+    the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
-        words = [match.group() for match, _ in zip(WORD.finditer(text), range(prompt_words + option_words), strict=False)]
-        if len(words) == prompt_words + option_words:
-            stretches.append((id_, category, "".join(words[:prompt_words]), "".join(words[prompt_words:])))
+        stretch = words(text, prompt_words + option_words)
+        option = "".join(stretch[prompt_words:])
+        if len(stretch) == prompt_words + option_words and fits(option):
+            stretches.append((id_, category, "".join(stretch[:prompt_words]), option))
     stretches.sort(key=lambda row: place(seed, row[0]))
     questions: list[Item] = []
     for id_, category, prompt, own in stretches:

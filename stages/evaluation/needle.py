@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Depths of the passage: the share of the text before it."""
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # depths of the passage: the share of the text before it
 THINGS = ("harbour", "library", "garden", "kitchen", "station", "bridge", "market", "museum", "factory", "hospital", "castle", "school")
 Ids = npt.NDArray[np.int64]
 
@@ -66,9 +65,7 @@ def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSetting
 
 
 def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
-    """Yield each trial's prompt and answer ids, `length` tokens in total, with the passage asked for at `depth` of the noise.
-
-    Raise PunaError if `length` is too short for the passages."""
+    """Yield each trial's prompt and answer ids, `length` tokens, with the passage at `depth` of the noise. PunaError if too short."""
     head, tail = settings.passage.split("{value}")
     question = head.rstrip(" ")
     space = head[len(question) :]
@@ -111,7 +108,6 @@ def by_depth(
 
 
 def _right(model: Transformer, trials: Sequence[tuple[Ids, Ids]]) -> list[bool]:
-    """Return, per trial, whether each token of the answer is the model's likeliest."""
     import torch
 
     from puna.models.training.objectives import Targets
@@ -143,5 +139,4 @@ def needle(model: Model, documents: Documents, mixture: Mixture | None, config: 
 
 
 def heat(series: dict[str, list[tuple[Any, float]]]) -> Figure:
-    """Return a figure of accuracy by depth, with one series per text length."""
     return Figure(title="Passages found, by depth", x="depth", y="accuracy", kind="bar", series=series)

@@ -45,7 +45,6 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Return the metric's name, followed by the filter's name if there is a filter."""
         return self.metric if self.filter == "none" else f"{self.metric},{self.filter}"
 
     def interval(self) -> Interval:
@@ -134,7 +133,6 @@ class Asker:
             return tokenizer.template.render(messages, add_generation_prompt=True), mark
 
     def prompt(self, task: Task, document: Document) -> list[int]:
-        """Return the prompt ids of a question that the model answers by generating text."""
         if task.prompted and self.prompts == "chat":
             return prompt_ids(self.encoder.tokenizer, document.row)
         text, mark = self._context(task, document, _question(task, document, self.options))
@@ -142,7 +140,6 @@ class Asker:
         return ids or [self.encoder.prefix]
 
     def question_text(self, task: Task, document: Document) -> str:
-        """Return the question as text for a reader, without few-shot examples."""
         return "\n".join(document.choices) if isinstance(document.text, int) else _question(task, document, self.options)
 
     def requests(self, task: Task, document: Document) -> list[Request]:

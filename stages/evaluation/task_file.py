@@ -31,8 +31,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
 }
 DEFAULTS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("exact_match",)}
-LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte")
-"""Metrics for which lower values are better."""
+LOWER = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # metrics for which lower values are better
 AGGREGATIONS = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity", "bits_per_byte": "bits_per_byte"}
 UNUSED = ("tag", "group", "task_alias", "should_decontaminate", "doc_to_decontamination_query", "dataset_name")
 """Keys that do not affect scores on local data."""
@@ -54,7 +53,6 @@ class Metric(StageConfig):
 
     @property
     def matching(self) -> dict[str, Any]:
-        """Return the settings of exact_match."""
         return {name: getattr(self, name) for name in MATCH_SETTINGS}
 
 
@@ -276,9 +274,9 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return a document's few-shot examples; in the evaluated split, rows equal to it are left out. Raise PunaError if too few."""
-        own = self.file.fewshot_config.split or self.file.fewshot_split
-        pool = [shot for shot in self.shots if own != self.file.split(self.where) or shot.row != document.row]
+        """Return a document's few-shot examples, without rows equal to it if they are from data files. Raise PunaError if too few."""
+        given = (self.file.fewshot_config.split or self.file.fewshot_split) is None
+        pool = [shot for shot in self.shots if given or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:
             raise PunaError(f"{self.where}: num_fewshot is {self.file.num_fewshot}, but there are only {len(pool)} examples")
         return pool[: self.file.num_fewshot]
@@ -308,7 +306,7 @@ def _shots(external: External, file: ExternalFile, spec: TaskFile, where: str) -
         return []
     own, split = spec.fewshot_config, spec.fewshot_config.split or spec.fewshot_split
     if split is not None and split in spec.files:
-        rows: Sequence[Row] = _rows(external, file, spec, split)[: spec.num_fewshot + 1]
+        rows: Sequence[Row] = _rows(external, file, spec, split)[: 2 * spec.num_fewshot + 1]
     elif split is None and own.samples is not None:
         rows = own.samples
     else:
@@ -367,6 +365,8 @@ def _documents(spec: TaskFile, rows: Sequence[Row], where: str) -> list[Document
             with errors_at(f"{where}: doc_to_target, row {number}", ValueError):
                 if len(document.choices) < 2 or not document.right:
                     raise ValueError(f"no right one among {len(document.choices)} options")
+        if spec.output_type == "loglikelihood_rolling" and not (isinstance(target, str) and target):
+            raise PunaError(f"{where}: doc_to_target, row {number}: {str(target)[:40]!r} is not text")
         documents.append(_permute(document) if spec.permuted else document)
     return documents
 

@@ -79,7 +79,6 @@ def _ask(work: str, rows: list[Any], where: str, *settings: Any) -> list[Any]:
 
 
 def serve() -> None:
-    """Answer the requests on standard input (`bounded_process.py`)."""
     work: dict[str, Callable[..., Any]] = {"render": _render, "filter": _filter, "match": _match}
 
     def answer(key: bytes, context: Any, request: Any) -> dict[str, Any]:

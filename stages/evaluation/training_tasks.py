@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from puna.models.training.settings import ComputeSettings
 from puna.stages.contract import External, StageRun
-from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, check_names, scorers_of, verifiers_of_tasks
+from puna.stages.evaluation.benchmark import Bench, BenchmarkConfig, check_names, room_of, scorers_of, verifiers_of_tasks
 from puna.stages.evaluation.comparison import main_metric
-from puna.stages.evaluation.likelihood import Encoder
+from puna.stages.evaluation.likelihood import Encoder, batches
+from puna.stages.evaluation.question_scores import Asker
 from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.executors import ranks
 from puna.stages.training.train import device
 from puna.stages.verifiers.base import ScoringConfig
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 from puna.storage.work import write_text
 
 if TYPE_CHECKING:
@@ -37,6 +38,16 @@ class TaskWatch:
         self.every, self.tokenizer, self.compute, self.run = every, tokenizer, compute, run
         self.file = run.scratch / "task-scores.json"
         self.scores: dict[str, dict[str, float]] = ranks.first(json.loads(self.file.read_text()) if self.file.exists() else {})
+
+    def check(self, longest: int) -> None:
+        """Raise PunaError if an option or an answer of the tasks does not fit a context of `longest` tokens."""
+        asker = Asker(Encoder(self.tokenizer))
+        for task in self.tasks:
+            if task.file.output_type == "generate_until":
+                room_of(task.file.generation_kwargs, longest, task.where)
+            elif task.file.output_type == "multiple_choice":
+                with errors_at(task.where, PunaError):
+                    next(batches([one for document in task.documents for one in asker.requests(task, document)], longest, longest))
 
     def due(self, step: int, last: int) -> bool:
         return step % self.every == 0 or step == last
@@ -69,5 +80,4 @@ class TaskWatch:
 
 
 def code(tasks: Sequence[Artifact | External]) -> list[tuple[str, str]]:
-    """Return the (module, symbol) of the code that evaluates these tasks, and of their verifiers."""
     return [(__name__, TaskWatch.__name__), *verifiers_of_tasks({"tasks": tasks})]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from pydantic import Field, model_validator
 from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, SeededConfig, StageRun, Tokenizer, Tokens, stage
+from puna.stages.evaluation.multiple_choice import UNSPACED, words
 from puna.stages.training import intervals
 from puna.stages.training import needs as needs_of
 from puna.stages.training.needs import documents_apart
@@ -141,8 +143,7 @@ def anneal_experiment(
 
 
 def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: PoolRows, config: AnnealExperimentConfig, run: StageRun) -> str:
-    """Return the folder of the model to anneal: the input model, extended to the tokenizer's vocabulary, or a small model trained on the
-    default tokens, without documents that these tokens or a set hold out."""
+    """Return the folder of the model to anneal: the given one with the tokenizer's vocabulary, or a small one trained on default tokens."""
     from puna.models.formats.checkpoint import save
 
     vocabulary, seed, folder = tokenizer_of(source), run.seed("base"), run.scratch / "base-model"
@@ -172,14 +173,13 @@ def _too_small(read: float, different: float, config: AnnealExperimentConfig) ->
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's training pieces that belong to duplicates of earlier or held-out documents, the number of tokens in the
-    other pieces, and the share of documents that are not duplicates."""
-    packed, windows = pools.training[number], set[bytes]()
-    heldout = np.concatenate(pools.heldout[number])
-    windows.update(map(_digest, np.split(heldout, np.flatnonzero(heldout == heldout[0])[1:])))
+    """Return a mask [P] of a set's pieces of duplicate documents, the other pieces' tokens, and the share of the other documents."""
+    packed, heldout = pools.training[number], np.concatenate(pools.heldout[number])
+    begin = heldout[0]  # also the end token, if the tokenizer has no BOS
+    windows = {_digest(piece[piece != begin]) for piece in np.split(heldout, np.flatnonzero(heldout == begin)[1:])}
     copies = np.zeros(len(packed.ids), dtype=bool)
     for owner, document in enumerate(_documents(packed)):
-        digest = _digest(document)
+        digest = _digest(document[document != begin])
         copies[owner] = digest in windows
         windows.add(digest)
     mask = copies[packed.owners]
@@ -199,9 +199,13 @@ def _digest(document: npt.NDArray[Any]) -> bytes:
 
 
 def shuffle_words(packed: Packed, vocabulary: Vocabulary, seed: int, row: int) -> Packed:
-    """Return the documents in rows of `row` tokens, with each document's words in random order."""
+    """Return the documents in rows of `row` tokens, with each document's words in random order, without spaces where a script has none."""
     texts = [vocabulary.decode(document.tolist(), skip_special_tokens=True) for document in _documents(packed)]
-    mixed = [" ".join(np.random.default_rng([seed, number]).permutation(text.split())) for number, text in enumerate(texts)]
+    mixed = []
+    for number, text in enumerate(texts):
+        own = [word.strip() for word in words(text)]
+        order = np.random.default_rng([seed, number]).permutation(len(own))
+        mixed.append(re.sub(f"(?<=[{UNSPACED}]) (?=[{UNSPACED}])", "", " ".join(own[at] for at in order)))
     ids = [[vocabulary.begin, *own, *vocabulary.end] for own in vocabulary.encode_batch(mixed)]
     return Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), list(packed.ids), row)))
 

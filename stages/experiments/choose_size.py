@@ -22,8 +22,7 @@ from puna.stages.training.proxy_runs import resize
 from puna.stages.training.scaling_laws import fit_power
 from puna.storage import PunaError, errors_at
 
-WIDEST, MULTIPLE = 32_768, 8
-"""Maximum width to try, and the number that all widths are multiples of."""
+WIDEST, MULTIPLE = 32_768, 8  # maximum width to try, and the number that all widths are multiples of
 GROWTH, NEAR = (0.3, 0.7), 1.5
 """Range of exponents by which the best size may grow with the budget (published: .46 to .54), and the factor allowed beyond the range."""
 
@@ -91,9 +90,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
         numbers["accuracy"] = float(sigmoid(numbers["task_loss"]))
     intervals: dict[str, Interval | float] = {"loss": loss, **numbers}
     run.write_rows([evaluation_row("forecast", name, number, len(rows)) for name, number in intervals.items()])
-    run.metric("predicted_loss", loss.value)
-    run.metric("predicted_loss_low", loss.low)
-    run.metric("predicted_loss_high", loss.high)
+    for name, number in zip(("predicted_loss", "predicted_loss_low", "predicted_loss_high"), loss, strict=True):
+        run.metric(name, number)
     note = f"The forecast {loss.value:.3f}, and the ends of its interval, {loss.low:.3f} and {loss.high:.3f}."
     run.figure("forecast", loss_figure(forecaster, size.flops, note, forecast=[(size.flops, value) for value in loss]))
     run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}")

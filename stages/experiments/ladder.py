@@ -35,9 +35,7 @@ FEWEST_STEPS = 400
 PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
 """Number of tokens in a question's prompt, of tokens in an option, and of parts of an option; a wrong option has two parts swapped."""
 
-
-Question = tuple[list[int], list[list[int]]]
-"""Token ids of the prompt and of the options, the right one first."""
+Question = tuple[list[int], list[list[int]]]  # token ids of the prompt and of the options, the right one first
 
 
 class LadderConfig(SeededConfig):

@@ -106,16 +106,13 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
     note += f" Known budgets are missed by {max(errors):.3f} at most." if errors else alone
     if errors:
         run.metric("backtest_error", max(errors))
-    run.metric("floor", floor)
-    run.metric("joint", float(surface.joint[0]))
-    run.metric("parameter_exponent", float(surface.parameter_exponent[0]))
-    run.metric("token_exponent", float(surface.token_exponent[0]))
+    for name in ("floor", "joint", "parameter_exponent", "token_exponent"):
+        run.metric(name, float(getattr(surface, name)[0]))
     run.figure("law", loss_figure(forecaster, float(forecaster.points.flops.max()), note))
 
 
 def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list[tuple[Any, float]]) -> Figure:
-    """Return a figure with losses of small runs, forecasts of known budgets, the law at the best sizes up to `flops`, and series
-    `further`."""
+    """Return a figure of small runs, forecasts of known budgets, the law at the best sizes up to `flops`, and series `further`."""
     points, law = forecaster.points, [(budget, loss) for budget, _, loss in _best_sizes(forecaster, flops)]
     forecasts = [(test.flops, test.predicted) for test in forecaster.backtests]
     series: dict[str, list[tuple[Any, float]]] = {
@@ -163,8 +160,9 @@ def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Si
 
 
 def with_accuracy(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the points of runs with multiple-choice questions."""
-    return [row for row in rows if row["accuracy"] is not None]
+    """Return the points with multiple-choice questions; [] if they are too few for a law."""
+    asked = [row for row in rows if row["accuracy"] is not None]
+    return asked if len(asked) >= scaling_laws.FEWEST else []
 
 
 def _task_rows(rows: Sequence[dict[str, Any]], run: StageRun) -> list[dict[str, Any]]:

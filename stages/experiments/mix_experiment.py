@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -20,7 +19,7 @@ from puna.stages.training.corpus import check_mixture
 from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped_documents
-from puna.stages.training.proxy_runs import fresh, run_trials, train_proxy
+from puna.stages.training.proxy_runs import fresh, run_trials, train_proxy, trial_row
 from puna.stages.training.token_rows import mean_loss
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
@@ -144,17 +143,12 @@ def _target(given: dict[str, float], groups: Sequence[Group]) -> mixing_laws.Flo
     return np.asarray(weights / weights.sum(), dtype=np.float64)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One proxy run: its mixture, each category's held-out loss in nats per token, and the cost of the run."""
+class Trial(NamedTuple):
+    """One proxy run: its row of `trials` without details, its mixture, and each category's held-out loss in nats per token."""
 
-    number: int
-    name: str
+    row: dict[str, Any]
     shares: list[float]
     losses: list[float]
-    tokens: int
-    flops: float
-    seconds: float
 
 
 def _run_mixtures(
@@ -166,7 +160,8 @@ def _run_mixtures(
     seeds = [run.seed("weights", repeat) if repeat else run.seed("weights") for _, _, repeat in mixtures]
     jobs = [(first + i, name, shares.tolist(), seeds[i]) for i, (name, shares, _) in enumerate(mixtures)]
     total = config.trials - 1 + 2 * config.repeats
-    return [Trial(**trial) for trial in run_trials(run, _trial, jobs, pools, vocab_size, begin, first=first, total=total)]
+    trials = run_trials(run, _trial, jobs, pools, vocab_size, begin, first=first, total=total)
+    return [Trial(trial["row"], trial["shares"], trial["losses"]) for trial in trials]
 
 
 def _trial(
@@ -180,18 +175,14 @@ def _trial(
     what = f"a small run of width {shape.hidden_size}"
     proxy = train_proxy(fresh(shape, seed), what, lambda step: mixed.batches(step, size), mixed.lengths, settings, seed, state)
     losses = [mean_loss(proxy.model, pieces, size) for pieces in texts.heldout]
-    costs = {"tokens": proxy.tokens, "flops": proxy.flops, "seconds": proxy.seconds}
-    return {"number": number, "name": name, "shares": shares, "losses": losses, **costs}
+    return {"name": name, "row": trial_row(number, name, {}, 0.0, proxy), "shares": shares, "losses": losses}
 
 
 def _write(trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws.Floats, used: Trial, run: StageRun) -> None:
     rows, names = [], [group.name for group in groups]
-    for trial in sorted(trials, key=lambda trial: trial.number):
+    for trial in sorted(trials, key=lambda trial: trial.row["trial"]):
         details = {"shares": dict(zip(names, trial.shares, strict=True)), "losses": dict(zip(names, trial.losses, strict=True))}
-        rows.append(
-            {"trial": trial.number, "name": trial.name, "parameters": json.dumps(details), "loss": float(np.dot(target, trial.losses)),
-             "tokens": trial.tokens, "flops": trial.flops, "seconds": trial.seconds}
-        )  # fmt: skip
+        rows.append({**trial.row, "parameters": json.dumps(details), "loss": float(np.dot(target, trial.losses))})
     run.write_rows(rows, "trials")
     weights = []
     for group, share in zip(groups, used.shares, strict=True):

@@ -1,1 +1,0 @@
-"""Stages and functions that import and export data and models."""

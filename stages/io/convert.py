@@ -22,7 +22,6 @@ HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def instructions(plan: Plan, row: Fields) -> Values:
-    """Return the row's columns `messages` and `tools` of the instructions table."""
     if plan.layout == "messages":
         messages = turns.messages(plan.get(row, "messages"), plan.name("messages"))
     else:
@@ -34,7 +33,6 @@ def instructions(plan: Plan, row: Fields) -> Values:
 
 
 def prompts(plan: Plan, row: Fields) -> Values:
-    """Return the row's columns `messages`, `tools`, `reference` and `verifier` of the prompts table."""
     if plan.layout in BENCHMARKS:
         values = BENCHMARKS[plan.layout].build(plan, row)
         return values | {"messages": dump(_with_system(plan, row, json.loads(values["messages"])))}
@@ -60,7 +58,6 @@ def prompts(plan: Plan, row: Fields) -> Values:
 
 
 def preferences(plan: Plan, row: Fields) -> Values:
-    """Return the row's columns of the preferences table, except ids, task and split."""
     context, values = {"pairs": _pair, "kto": _labelled_row, "ranked": _ranked_row, "compared": _compared_row}[plan.layout](plan, row)
     if not context:
         raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")

@@ -77,7 +77,6 @@ def _jsonl(artifact: Artifact, file: Path) -> None:
 
 
 def _rest(row: Row) -> Row:
-    """Return the row's tools, if any, and its non-null columns other than messages and answers."""
     skipped, tools = ("messages", "tools", "others", *SIDES), tools_of(row)
     return ({"tools": tools} if tools else {}) | {name: v for name, v in row.items() if name not in skipped and v is not None}
 
@@ -120,21 +119,17 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
         if format in ("gguf", "awq"):
             _convert(artifact, part, f"{target.absolute().name}.gguf", text)
         elif format == "adapter":
-            _copy_adapter(artifact, part)
+            names = [name for name in artifact.manifest.files if name.startswith("adapter/")]
+            if not names:
+                maker = f"{artifact.id}, made by {artifact.manifest.stage},"
+                raise PunaError(f"export: {maker} has no adapters: train it with method=lora and lora.keep=true")
+            for name in names:
+                shutil.copyfile(artifact.path(name), part / Path(name).name)
         else:
             for path in artifact.path().iterdir():
                 if path.suffix in LAYOUT and path.name != "manifest.json":
                     shutil.copyfile(path, part / path.name)
     return sorted(path for path in target.iterdir() if path.is_file())
-
-
-def _copy_adapter(artifact: Artifact, part: Path) -> None:
-    names = [name for name in artifact.manifest.files if name.startswith("adapter/")]
-    if not names:
-        maker = f"{artifact.id}, made by {artifact.manifest.stage},"
-        raise PunaError(f"export: {maker} has no adapters: train it with method=lora and lora.keep=true")
-    for name in names:
-        shutil.copyfile(artifact.path(name), part / Path(name).name)
 
 
 def _convert(artifact: Artifact, part: Path, name: str, text: Path | None) -> None:

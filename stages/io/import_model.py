@@ -62,8 +62,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return the text of a template (name, file or text), since an artifact's key depends on the text. Raise ValueError for a missing
-        file."""
+        """Return a template's text (of a name, file or text), on which an artifact's key depends. Raise ValueError for a missing file."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.template import TEMPLATES
@@ -135,15 +134,14 @@ def _description(network: Transformer, tokenizer: Tokenizer, path: Path) -> dict
 
 
 def _local(model: External, scratch: Path) -> Path:
+    def needed(names: list[str]) -> tuple[str, ...]:
+        return NEEDED if any(name.endswith(".safetensors") for name in names) else (*NEEDED, "*.gguf")
+
     if model.uri.startswith("hf://") and not model.files:
-        return _gguf_file(snapshot("import_model", model.uri, scratch / "hub", _needed_files), model.uri)
+        return _gguf_file(snapshot("import_model", model.uri, scratch / "hub", needed), model.uri)
     if len(model.files) == 1 and not model.files[0].name.endswith(".gguf"):
         raise PunaError(f"import_model: {model.uri}: give the model's folder, which holds its configuration and tokenizer, or a GGUF file")
     return _gguf_file(local_folder(model, scratch), model.uri)
-
-
-def _needed_files(names: list[str]) -> tuple[str, ...]:
-    return NEEDED if any(name.endswith(".safetensors") for name in names) else (*NEEDED, "*.gguf")
 
 
 def _gguf_file(path: Path, uri: str) -> Path:

@@ -198,8 +198,8 @@ def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Import
     for job in jobs:
         for row in islice(_rows(job, config), max(1, SNIFFED_ROWS // len(jobs))):
             if isinstance(row, Row):
-                fields = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
-                sample.append({column: value for column, value in fields.items() if column not in config.ignored_columns})
+                fields = _fields(row, job.format).items()
+                sample.append({column: value for column, value in fields if column not in config.ignored_columns})
             else:
                 fault = fault or row
         if len(sample) >= SNIFFED_ROWS:
@@ -278,7 +278,7 @@ def _records(kind: str, rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -> dict[str, Any] | Fault:
-    fields: dict[str, Any] = _without_nulls(row.fields) if job.format in COLUMNAR else row.fields
+    fields = _fields(row, job.format)
     try:
         for column, meaning in plan.unread.items():
             if fields.get(column) not in EMPTY and column not in config.ignored_columns:
@@ -305,7 +305,6 @@ def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -
 
 
 def named_verifier(text: str) -> str:
-    """Return the JSON text of a verifier given as a bare name or as JSON."""
     return text if text.lstrip().startswith("{") else dump({"name": text.strip()})
 
 
@@ -317,8 +316,14 @@ def _check_question(values: dict[str, Any]) -> None:
         raise Refused("reference", "no_reference", str(error)) from error
 
 
+def _fields(row: Row, format: str) -> dict[str, Any]:
+    """Return the fields that a row has. Columnar formats add nulls for missing fields; in CSV, a missing field is an empty cell."""
+    if format in ("csv", "tsv"):
+        return {column: cell for column, cell in row.fields.items() if cell}
+    return dict(_without_nulls(row.fields)) if format in COLUMNAR else row.fields
+
+
 def _without_nulls(value: Any) -> Any:
-    """Return a value without keys that hold null, at any depth. Columnar formats add nulls for missing keys of structures."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

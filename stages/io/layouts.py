@@ -83,6 +83,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }  # fmt: skip
 
 
+NULL_IF_EMPTY = ("id", "task", "split", "verifier", "level", "margin", "chosen_score", "rejected_score", "edited", "others")
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
 """Values without content. An unused column that holds only these is neither refused nor reported."""
 IGNORE = "--set 'ignored_columns=[\"{}\"]'"
@@ -111,7 +112,10 @@ class Plan:
 
     def get(self, row: Fields, field: str) -> Any:
         """Return a field's value in a row; None if the field has no column or the row lacks it."""
-        return field_at(row, self.columns[field]) if field in self.columns else None
+        value = field_at(row, self.columns[field]) if field in self.columns else None
+        value = None if value == "" and field in NULL_IF_EMPTY else value
+        # Columns of integers with missing values are often saved as floats.
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def value(self, row: Fields, field: str) -> Any:
         """Return a field's value; text, such as a CSV cell, is parsed as JSON. Raise Refused if the text is not JSON."""

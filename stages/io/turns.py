@@ -149,6 +149,5 @@ def truth(value: Any, field: str, numbers: bool) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return the JSON type of a value in words, for error messages."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")

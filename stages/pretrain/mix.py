@@ -15,8 +15,7 @@ from puna.stages.draws import uniform
 from puna.stages.training.corpus import check_mixture, of_part
 from puna.storage import Artifact, Part, PunaError
 
-TOLERANCE = 1e-6
-"""Tolerance for rounding errors of weights that should add up to 1."""
+TOLERANCE = 1e-6  # for rounding errors of weights that should add up to 1
 
 
 class MixConfig(SeededConfig):
@@ -145,7 +144,6 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
 
 
 def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
-    """Return a note for each category whose weight was lowered or limited, with the reason."""
     notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():
@@ -225,6 +223,6 @@ def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[
     share = sum(overlap.values())
     late = {c: size / sum(training.values()) for c, size in training.items() if size and c not in weighting}
     # `_check_weights` rejects weights that do not add up to 1, or that name no category of this corpus.
-    if not share or abs(sum(weighting.values()) - 1) > TOLERANCE or (not late and share == sum(weighting.values())):
+    if not share or abs(sum(weighting.values()) - 1) > TOLERANCE or (not late and weighting.keys() == overlap.keys()):
         return weighting, []
     return {c: weight * (1 - sum(late.values())) / share for c, weight in overlap.items()} | late, sorted(late)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,13 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, z_loss=config.z_loss)
 
 
-@stage(kind="model", device=True, ranks=True, needs=needs, named=code_of_tasks)
+def code_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
+    """Return (module, symbol) of the code that evaluates the input `tasks`, and of the optimizer of the input `size`."""
+    sizes = [ChosenSize.read(size) for size in inputs["size"] if isinstance(size, Artifact)]
+    return [*code_of_tasks(inputs), *(name for size in sizes for name in size.reaches())]
+
+
+@stage(kind="model", device=True, ranks=True, needs=needs, named=code_named)
 def pretrain(
     tokens: Tokens, tokenizer: Tokenizer, fresh: Tokens | None, long: Tokens | None, best: Tokens | None, model: Model | None,
     size: Evaluation | None, tasks: list[External] | None, config: PretrainConfig, run: StageRun,
@@ -109,6 +115,8 @@ def pretrain(
     else:
         network = load_grown(model, tokenizer, config.compute.layout)
         state = _moments(model, network)
+    if watch.tasks is not None:
+        watch.tasks.check(max(network.config.max_position_embeddings, sources[phases[0].tokens].row_length * phases[0].join_rows))
     places: Places = {}
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):

@@ -20,8 +20,7 @@ from puna.stages.training.corpus import of_part
 from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"
-KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "domain")
-"""Signals that determine a document's kind."""
+KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "domain")  # signals that determine a document's kind
 
 
 class KindsConfig(StageConfig):

@@ -17,8 +17,6 @@ from puna.storage import Artifact, Part, PunaError, errors_at
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
-TRAIN_SPLIT = "train"
-
 
 class TokenizerConfig(SeededConfig):
     """The vocabulary size, and the size of the training sample. `new_tokens` extends the tokenizer of an input model."""
@@ -94,13 +92,13 @@ def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun
 
 def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> list[Ranked]:
     """Return (hash, id, bytes, None) of a part's training documents that may be in the sample."""
-    rows = chosen_of(part, mixture, TRAIN_SPLIT)
+    rows = chosen_of(part, mixture, "train")
     return candidates(((rank(seed, row.id), row.id, len(row.text.encode()), None) for row in rows if row.text), max_bytes)
 
 
 def _sample(part: Part, mixture: Artifact | None, seed: int, last: tuple[int, str]) -> list[Chosen]:
     """Return a part's sampled documents: those with text and with (hash, id) up to `last`, the last (hash, id) of the sample."""
-    return [row for row in chosen_of(part, mixture, TRAIN_SPLIT) if row.text and (rank(seed, row.id), row.id) <= last]
+    return [row for row in chosen_of(part, mixture, "train") if row.text and (rank(seed, row.id), row.id) <= last]
 
 
 def _lengths(

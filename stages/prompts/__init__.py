@@ -1,1 +1,0 @@
-"""Prompts and the tasks that generate them."""

@@ -25,8 +25,7 @@ from puna.storage import PunaError
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
 """Pattern of a token: a digit, a run of letters or a mark. The demo's tokenizer also has one token per digit."""
-MOST = 1_000
-"""Maximum number of held-out questions, and of gold answers, to use."""
+MOST = 1_000  # maximum number of held-out questions, and of gold answers, to use
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
 REPLACED, MAJORITY = "nearest by edits, differing tokens replaced", "majority by form"
 
@@ -45,7 +44,6 @@ class _Text:
 
     @cached_property
     def form(self) -> str:
-        """Return the wording, that is, the text without its numbers."""
         return NUMBER.sub("", self.text)
 
     @cached_property
@@ -102,7 +100,6 @@ def _right(row: Mapping[str, Any], verifier: Verifier, answer: str) -> float:
 
 
 def _shared_words(one: _Text, other: _Text) -> float:
-    """Return the Jaccard similarity of two questions' multisets of words."""
     return (common := (one.words & other.words).total()) / max(1, one.words.total() + other.words.total() - common)
 
 

@@ -16,8 +16,7 @@ from puna.stages.training.intervals import Interval, evaluation_row, mean, wilso
 from puna.stages.verifiers.base import is_correct
 from puna.storage import PunaError
 
-CYCLE = 24
-"""Number of months after which a question may recur."""
+CYCLE = 24  # months after which a question may recur
 APART = 1_000_000
 """Distance between the seeds of consecutive reasoning-gym entries. At a distance of 1, runs with adjacent seeds would share entries."""
 
@@ -51,7 +50,6 @@ def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
 
 
 def month_number(month: str) -> int:
-    """Return the number of months from January of year 0 to YYYY-MM."""
     year, number = map(int, month.split("-"))
     return 12 * year + number - 1
 

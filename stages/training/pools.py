@@ -78,7 +78,8 @@ def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, 
     single = ranked if len(ranked) <= most else ranked[: most - 1]
     groups = [(name, [name]) for name in sorted(single)]
     if len(ranked) > len(single):
-        groups.append((OTHER, sorted(set(ranked) - set(single))))
+        rest = OTHER + "s" * (OTHER in single)  # a category may be called other
+        groups.append((rest, sorted(set(ranked) - set(single))))
     return [
         Group(name, {one: totals[one].bytes for one in members}, reduce(add, (totals[one] for one in members))) for name, members in groups
     ]

@@ -12,12 +12,12 @@ import pytest
 
 from puna.flows.engine.declare import Output, Walk
 from puna.flows.engine.recipe import Recipe, Step
-from puna.flows.engine.trace import load
+from puna.flows.engine.trace import flow_named, load, trace
 from puna.flows.experiments import experiments
 from puna.flows.pretrain import pretrain
 from puna.stages.contract import execute
 from puna.stages.pretrain.split import SplitConfig, split
-from puna.storage import Artifact, Store
+from puna.storage import Artifact, PunaError, Store
 
 WORDS = {
     "high": ["puna", "llama", "grass", "wind", "stone", "river", "cold", "wool"],
@@ -107,3 +107,19 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: p
     sides = {row["id"]: row["split"] for row in one["mix"].read().to_pylist()}
     trained = {id_ for row in one["tokenize"].read()["documents"].to_pylist() for id_ in row}
     assert {sides[id_] for id_ in trained} == {"train"} and "heldout" in sides.values()
+
+
+def test_without_a_mixture_held_out_documents_stay_held_out() -> None:
+    """Without `mix`, each training document of the split is read once."""
+    traced = trace(flow_named("pretrain"), load("demo", ["mix=null"], "pretrain"))
+    inputs = {one.label: one.inputs for one in traced.steps}
+    assert not traced.complaints and "mix" not in inputs
+    assert [inputs[label]["mixture"] for label in ("tokenizer", "tokenize", "evaluate_base")] == [("split",)] * 3
+
+
+@pytest.mark.parametrize("changes", [["split=null", "mix=null"], ["split.heldout_fraction=0"]])
+def test_a_run_that_holds_nothing_out_is_refused_if_it_measures_held_out_documents(changes: list[str]) -> None:
+    with pytest.raises(PunaError, match="evaluate_base measures documents that split holds out"):
+        trace(flow_named("pretrain"), load("demo", changes, "pretrain"))
+    traced = trace(flow_named("pretrain"), load("demo", [*changes, "evaluate_base=null"], "pretrain"))
+    assert not traced.complaints and "pretrain" in {one.label for one in traced.steps}

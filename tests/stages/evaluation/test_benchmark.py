@@ -52,10 +52,10 @@ def numbers(made: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
 def test_multiple_choice_with_examples(store: Store, model: Make, task: Task) -> None:
     given = model()
     shots = {"fewshot_split": "train", "num_fewshot": 1, "fewshot_config": {"sampler": "first_n"}, "description": "Quiz.\n"}
-    tasks = task(ROWS, ROWS[2:], metadata={"version": 2}, **CHOICE, **shots)
+    tasks = task(ROWS, [ROWS[2] | {"q": "what swam?"}], metadata={"version": 2}, **CHOICE, **shots)
     made = execute(benchmark, BenchmarkConfig(), {"model": given, "tasks": [tasks]}, store)
     network, tokenizer = opened(given)
-    before = "Quiz.\nQuestion: what swims?\nAnswer: fish\n\n"
+    before = "Quiz.\nQuestion: what swam?\nAnswer: fish\n\n"
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     for row in ROWS:
         sums = [nats(network, tokenizer, f"{before}Question: {row['q']}\nAnswer:", f" {option}") for option in row["options"]]

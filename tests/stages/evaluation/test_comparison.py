@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scipy.stats import ttest_rel
+from scipy.stats import binomtest, ttest_rel
 
 from puna.stages.contract import External, execute
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
@@ -57,6 +57,20 @@ def test_what_was_asked_otherwise_is_not_compared(store: Store, model: Callable[
     assert differences(scores_of([plain]), scores_of([few]))[1] == ["mine: fewer than two questions in common"]
     with pytest.raises(PunaError, match="has not been evaluated on any task; run `puna evaluate"):
         evaluations_of(model(3), [plain])
+
+
+@pytest.mark.parametrize("gain", [1.0, -1.0, 0.3])
+def test_equal_differences_are_as_sure_as_their_number(gain: float) -> None:
+    """A model that is better in each of n questions by the same amount: the sign test, p = 2 / 2^n, as scipy computes it."""
+    for n in (2, 3, 5, 6, 40):
+        about = {"content": "c", "version": "", "shots": 0, "format": "plain"}
+        one, other = ({"t": {"acc": (about, {f"{i}": (value, 1.0) for i in range(n)})}} for value in (0.1, 0.1 + gain))
+        ((row,), _) = differences(one, other)
+        exact = binomtest(n, n)
+        assert row.p == pytest.approx(exact.pvalue) and row.difference.value == pytest.approx(gain)
+        ends = sorted(gain * (2 * share - 1) for share in exact.proportion_ci(0.95))
+        assert (row.difference.low, row.difference.high) == pytest.approx(tuple(ends))
+        assert (row.difference.low <= 0 <= row.difference.high) == (row.p > 0.05)
 
 
 def test_holm() -> None:

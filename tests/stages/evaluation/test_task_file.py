@@ -74,6 +74,11 @@ def test_examples_are_fixed_and_never_the_question(task: Callable[..., External]
     keys = {"doc_to_text": "q", "doc_to_target": "a", "num_fewshot": 2}
     own = loaded(task(rows, fewshot_split="test", fewshot_config={"sampler": "first_n"}, **keys))
     assert [[shot.text for shot in own.examples(document)] for document in own.documents[:3]] == [["q1", "q2"], ["q0", "q2"], ["q0", "q1"]]
+    # Another split that holds the same rows does not give the answer away either.
+    same = loaded(task(rows, rows[1:], fewshot_split="train", fewshot_config={"sampler": "first_n"}, **keys))
+    assert [[shot.text for shot in same.examples(document)] for document in same.documents[:3]] == [["q1", "q2"], ["q2", "q3"], ["q1", "q3"]]
+    twice = loaded(task([rows[0], *rows], fewshot_split="test", fewshot_config={"sampler": "first_n"}, **keys))
+    assert [shot.text for shot in twice.examples(twice.documents[0])] == ["q1", "q2"]
     given = loaded(task(rows, fewshot_config={"sampler": "first_n", "samples": [{"q": "x", "a": "y"}] * 2}, **keys))
     assert [shot.target for shot in given.examples(given.documents[0])] == ["y", "y"]
     with pytest.raises(PunaError, match=r"num_fewshot is 2: give fewshot_config samples, or a fewshot_split"):

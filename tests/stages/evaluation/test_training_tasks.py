@@ -103,6 +103,28 @@ def test_a_task_that_needs_a_judge_is_refused_before_the_training(store: Store, 
             execute(sft, SftConfig(training={"steps": 1, "batch_size": 1}), {"model": model(), "instructions": [rows], "tasks": [one]}, store)
 
 
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"q": "which?", "options": ["a", "b" * 300], "right": 0}, CHOICE, "continuation 1 has .* tokens; the model's context allows 1 to 64"),
+        ({"q": "who?", "right": 1}, {"doc_to_text": "q", "doc_to_target": "{{right}}"}, "max_gen_toks 256 leaves no room for a question in a context of 64"),
+        ({"t": 5}, {"output_type": "loglikelihood_rolling", "doc_to_target": "t"}, "doc_to_target, row 1: '5' is not text"),
+    ],
+)  # fmt: skip
+def test_a_task_that_does_not_fit_is_refused_before_the_pretraining(
+    store: Store, task: Callable[..., External], documents: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    row: dict[str, Any], keys: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    """The first questions may come after hours, and without the task the training is another one, which begins at the first step."""
+    text = documents([sentences(i, 40) for i in range(20)])
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": text}, store)
+    given: dict[str, Any] = {"tokens": execute(tokenize, TokenizeConfig(sequence_length=64), {"documents": text, "tokenizer": vocabulary}, store), "tokenizer": vocabulary}
+    monkeypatch.setattr("puna.stages.pretrain.pretrain._train", lambda *more: pytest.fail("the training has begun"))
+    config = PretrainConfig(model=SHAPE, phases=(Phase(steps=5, rows_per_step=2, schedule={"warmup_steps": 1}),), validation_share=0.1)
+    with pytest.raises(PunaError, match=message):
+        execute(pretrain, config, given | {"tasks": [task([row], **keys)]}, store)
+
+
 def test_only_a_model_that_was_asked_depends_on_how_models_are_asked(task: Callable[..., External]) -> None:
     def evaluating(*named: tuple[str, str]) -> bool:
         return any(name.startswith("puna.stages.evaluation.benchmark") for name in symbols(sft, named))

@@ -17,7 +17,7 @@ from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Group, Pools
 from puna.stages.training.proxy_runs import Proxy
-from puna.stages.training.token_rows import Packed
+from puna.stages.training.token_rows import Packed, pack
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import PunaError
 
@@ -178,6 +178,33 @@ def test_shuffled_text_has_the_same_words_in_another_order(given, store) -> None
     texts = [[vocabulary.decode(d.tolist(), skip_special_tokens=True) for d in module._documents(each)] for each in (packed, other)]
     assert other.ids == packed.ids and [sorted(t.split()) for t in texts[0]] == [sorted(t.split()) for t in texts[1]]
     assert sum(a != b for a, b in zip(*texts, strict=True)) > 0.9 * len(packed.ids)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(1, 2), (2, 2)])
+def test_copies_of_held_out_documents_are_found(begin: int, end: int) -> None:
+    """Some tokenizers, such as Qwen's, have one token that begins and ends documents."""
+
+    def packed(*documents: list[int]) -> Packed:
+        ids = [[begin, *document, end] for document in documents]
+        return Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), [f"{i}" for i in range(len(ids))], 8)))
+
+    held = packed([5, 6, 7, 8, 9, 5], [6, 7, 8, 6, 6, 6])
+    training = packed([9, 9, 9, 9, 9, 9], [6, 7, 8, 6, 6, 6], [5, 6, 7, 8, 9, 5], [9, 9, 9, 9, 9, 9], [7, 7, 7, 7, 7, 7])
+    pools = Pools((training,), ([held.piece(i) for i in range(2)],), (frozenset("ab"),))
+    copies, tokens, share = module._different(pools, 0)
+    assert copies.tolist() == [False, True, True, True, False] and (tokens, share) == (16, 0.4)
+
+
+def test_words_are_shuffled_in_scripts_without_spaces(given) -> None:
+    """The control keeps the letters and their script's lack of spaces, but not their order."""
+    vocabulary = tokenizer_of(given["model"])
+    texts = ["市议会将于下周修理河上的旧桥", "ที่ดินของเขาอยู่ใกล้แม่น้ำ", "この橋を来週 修理する"]
+    ids = [[vocabulary.begin, *vocabulary.encode(text), *vocabulary.end] for text in texts]
+    packed = Packed.read(pa.table(pack(pa.array(ids, pa.list_(pa.int32())), ["a", "b", "c"], 512)))
+    other = module.shuffle_words(packed, vocabulary, 3, 512)
+    mixed = [vocabulary.decode(document.tolist(), skip_special_tokens=True) for document in module._documents(other)]
+    assert [sorted(text.replace(" ", "")) for text in mixed] == [sorted(text.replace(" ", "")) for text in texts]
+    assert all(" " not in text and text != before for text, before in zip(mixed, texts, strict=True))
 
 
 def test_trials_are_not_repeated_after_a_crash(store, given, monkeypatch: pytest.MonkeyPatch) -> None:

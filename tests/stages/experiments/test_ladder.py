@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from puna.flows.report.training import forecasts_view
 from puna.models import accounting
 from puna.models.config import ModelConfig, ModelShape
 from puna.models.training.loop import TrainingDiverged
-from puna.stages.contract import Facts, execute
+from puna.models.training.settings import OptimizerSettings
+from puna.stages.contract import Facts, execute, identify
 from puna.stages.contract.declaration import InputFacts
 from puna.stages.experiments import choose_size as chosen_sizes
 from puna.stages.experiments import ladder as module
@@ -191,8 +193,9 @@ def test_shapes_are_resized_in_proportion() -> None:
         assert config.num_attention_heads * config.head_dim == width
 
 
-def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = None) -> Artifact:
-    """Return a ladder whose points lie on a known surface. With `above`, a second text set, poems, has losses higher by this much."""
+def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = None, asked: int = 25) -> Artifact:
+    """Return a ladder whose points lie on a known surface. With `above`, a second text set, poems, has losses higher by this much. `asked`:
+    number of points with questions."""
     rows = []
     for width in (32, 40, 48, 56, 64):
         shape = resize(largest, width).complete(1024, 256)
@@ -206,6 +209,8 @@ def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = Non
                 "accuracy": 0.25 + 0.75 / (1 + float(np.exp(3 * loss / 2 - 5))), "seed": 0, "rows": 2, "learning_rate": 0.04 * (n / 1e5) ** -0.5,
                 "steps": 1000, "optimizer": OPTIMIZER.model_dump_json(), "decay_share": 0.1,
             })  # fmt: skip
+    for row in rows[asked:]:
+        row |= {"task_loss": None, "accuracy": None}
     if above is not None:
         rows += [{**row, "heldout": "poems", "heldout_tokens": 300, "loss": row["loss"] + above} for row in rows]
     table = pa.Table.from_pylist(rows, schema=table_schema("points").schema)
@@ -243,6 +248,23 @@ def test_law_and_size_of_planted_points(store) -> None:
     hours = [ChooseSizeConfig(hours=h, gpu="H100", draws=100) for h in (0.001, 0.002)]
     less, more = (execute(choose_size, config, {"law": surface}, store).manifest.metrics for config in hours)
     assert more["predicted_loss"] < less["predicted_loss"] and more["flops"] > 1.5 * less["flops"]
+
+
+def test_a_few_points_with_questions_give_no_law_of_accuracy(store) -> None:
+    """Ladders with and without questions are fitted together."""
+    surface = execute(law, LawConfig(draws=100), {"ladders": [planted(store, asked=4)]}, store)
+    chosen = execute(choose_size, ChooseSizeConfig(flops=1e14, draws=100), {"law": surface}, store)
+    for made in (surface, chosen):
+        assert not {"accuracy"} & {row[name] for row in made.read().to_pylist() for name in ("task", "metric")}
+
+
+def test_the_key_of_a_chosen_size_covers_its_optimizer(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings name AdamW, but the size was measured, and is trained, with Muon."""
+    monkeypatch.setattr(sys.modules[__name__], "OPTIMIZER", OptimizerSettings(name="muon"))
+    surface = execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)
+    chosen = execute(choose_size, ChooseSizeConfig(flops=1e14, draws=100), {"law": surface}, store)
+    keys = [identify(pretrain, PretrainConfig(), given | size).code for size in ({}, {"size": chosen})]
+    assert [any("optimizers.muon." in name for name in symbols) for symbols in keys] == [False, True]
 
 
 def test_a_law_of_experts_counts_those_that_a_token_meets(store) -> None:

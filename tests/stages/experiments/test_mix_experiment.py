@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
@@ -79,6 +80,18 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
         most, least = shares[:-1, i].argmax(), shares[:-1, i].argmin()
         assert losses[most, i] < losses[least, i]
     assert all(trial["tokens"] <= 15 * 4 * 32 and trial["flops"] > 0 for trial in trials)
+
+
+def test_a_category_may_be_called_other(store, corpus) -> None:
+    """The group of all small categories then has another name."""
+    given = corpus([*ROWS, *[("code", 60)] * 4])
+    rows = given["split"].read()
+    names = ["late" if i >= len(ROWS) else {"low": "other"}.get(name, name) for i, name in enumerate(rows["category"].to_pylist())]
+    given["split"] = store.import_table("mixture", rows.set_column(rows.column_names.index("category"), "category", pa.array(names)))
+    made = execute(mix_experiment, SETTINGS, given, store)
+    assert {task for task, _ in results(made)} == {"high", "other", "others", "target"}
+    weights = {row["category"]: row["weight"] for row in made.read("weights").to_pylist()}
+    assert set(weights) == {"high", "other", "code", "late"} and sum(weights.values()) == pytest.approx(1)
 
 
 def test_each_repeat_reads_the_rows_in_its_own_order(store, corpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,45 @@ def test_the_split_that_a_name_tells(name: str, split: str) -> None:
     assert split_named(name) == split
 
 
+@pytest.mark.parametrize("format", ["csv", "tsv", "jsonl", "parquet"])
+def test_empty_cells_are_missing_fields(tmp_path: Path, format: str) -> None:
+    """A table has a cell for every field: what a row does not have is empty, and the row is not dropped for it. Text that was converted
+    from such a table is empty, too."""
+    verifier = '{"name": "exact"}'
+    rows = [
+        {"prompt": "how?", "answer": "1", "verifier": verifier, "split": "test", "task": "sums", "system": "Be brief.", "key": "a"},
+        {"prompt": "why?", "answer": "2", "verifier": "", "split": "", "task": "", "system": "", "key": ""},
+        {"prompt": "when?", "answer": "", "verifier": "", "split": "", "task": "", "system": "", "key": ""},
+    ]
+    found = made(tmp_path, "prompts", written(tmp_path / "in", rows, format), columns={"id": "key"}, heldout_fraction=0)
+    kept = {messages_of(row)[-1]["content"]: row for row in found.read().to_pylist()}
+    assert {name: [row[c] or None for c in ("reference", "verifier", "split", "task")] for name, row in kept.items()} == {
+        "how?": ["1", verifier, "heldout", "sums"], "why?": ["2", None, "train", "data"], "when?": [None, None, "train", "data"]
+    }  # fmt: skip
+    assert found.read("dropped").num_rows == 0 and [len(messages_of(kept[name])) for name in ("how?", "why?")] == [2, 1]
+    pairs = [
+        {"prompt": "q", "chosen": "a", "rejected": "b", "chosen_score": "3", "rejected_score": "1", "level": "better", "edited": "c"},
+        {"prompt": "r", "chosen": "a", "rejected": "b", "chosen_score": "", "rejected_score": "", "level": "", "edited": ""},
+    ]
+    read = made(tmp_path, "preferences", written(tmp_path / "pairs", pairs, format))
+    assert sorted((row["margin"] or 0, row["level"] or "") for row in read.read().to_pylist()) == [(0, ""), (2.0, "better")]
+    twice = [{"instruction": "q", "completion": "", "output": "a"}, {"instruction": "r", "completion": "", "output": "b"}]
+    if format in ("csv", "tsv"):
+        assert made(tmp_path, "instructions", written(tmp_path / "twice", twice, format)).rows() == 2
+
+
+def test_whole_numbers_may_be_saved_as_floats(tmp_path: Path) -> None:
+    """pandas saves a column of integers with a missing value as floats."""
+    rows = [{"question": f"q{n}", "answer": float(n), "key": float(n)} for n in (1, 2)] + [{"question": "q3", "answer": 0.5, "key": None}]
+    found = made(tmp_path, "prompts", written(tmp_path / "in", rows, "parquet"), columns={"id": "key"})
+    plain = made(tmp_path, "prompts", written(tmp_path / "plain", [rows[0] | {"answer": 1, "key": 1}], "jsonl"), columns={"id": "key"})
+    kept = {row["id"]: row["reference"] for row in found.read().to_pylist()}
+    assert sorted(kept.values()) == ["0.5", "1", "2"] and kept[plain.read()["id"][0].as_py()] == "1"
+    choices = [{"question": f"q{n}", "choices": ["x", "y", "z"], "answer": float(n)} for n in range(3)]
+    asked = made(tmp_path, "prompts", written(tmp_path / "choices", choices, "parquet")).read()
+    assert sorted(asked["reference"].to_pylist()) == ["A", "B", "C"]
+
+
 def test_answers_with_keys_of_their_own(tmp_path: Path) -> None:
     """UltraFeedback's layout, and one in which --columns names a key of every answer."""
     answers = [{"response": "good", "overall_score": 4.0, "worth": 1}, {"response": "bad", "overall_score": 1.0, "worth": 9}]

@@ -127,8 +127,23 @@ def test_pages_are_limited_and_chosen_by_hash(store, documents, model) -> None:
         execute(evaluate, tight, {"model": model, "documents": documents(texts)}, store)
 
 
+def test_a_page_of_long_words_does_not_stop_the_evaluation(store, documents, model) -> None:
+    """Encoded data, and text in a script without spaces: a word may have more tokens than the context."""
+    texts = [sentences(i, 60) for i in range(12)] + [" ".join([f"{i}{'xq' * 40}"] * 12) for i in range(3)] + ["市议会将于下周修理河上的旧桥" * 9]
+    made = execute(evaluate, SETTINGS, {"model": model, "documents": documents(texts)}, store)
+    assert table(made)["choice", "accuracy"]["n"] == 8 and made.read("examples").num_rows == 2
+
+
 def found_pages(artifact) -> int:
     return table(artifact)["pages", "document_bits_per_byte"]["n"]
+
+
+def test_a_task_may_be_called_all(store, model) -> None:
+    """Its prompts are part of the mean over all tasks, which has this name, too."""
+    tasks = (Task(task="gcd", name="all"), Task(task="chain_sum"))
+    asked = execute(prompts, PromptsConfig(tasks=tasks, train=0, heldout=3), {}, store)
+    found = table(execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store))
+    assert {task: found[task, "accuracy"]["n"] for task, metric in found if metric == "accuracy"} == {"all": 6, "chain_sum": 3}
 
 
 def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,9 @@ def test_weights_come_from_the_experiment_unless_set(tmp_path: Path) -> None:
     experiment = store.import_table("evaluation", table, weights=pa.table({"category": ["a", "b"], "weight": [0.7, 0.3]}))
     made = execute(mix, MixConfig(), {**given_, "weights": experiment}, store)
     assert made.manifest.metrics["epochs_a"] == pytest.approx(1.4)
+    # A category that the experiment left out of its mixture, and the corpus no longer has, changes nothing.
+    gone = store.import_table("evaluation", table, weights=pa.table({"category": ["a", "b", "gone"], "weight": [0.7, 0.3, 0.0]}))
+    assert execute(mix, MixConfig(), {**given_, "weights": gone}, store).manifest.metrics["epochs_a"] == pytest.approx(1.4)
     with pytest.raises(PunaError, match="no table `weights`"):
         execute(mix, MixConfig(), {**given_, "weights": store.import_table("evaluation", table)}, store)
     made = execute(mix, MixConfig(weights={"a": 0.6, "b": 0.4}), {**given_, "weights": experiment}, store)
