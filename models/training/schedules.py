@@ -48,7 +48,8 @@ def learning_rate(
     Warm-up is linear: step `warmup_steps` is the first at the peak. A falling rate reaches its end value one step after the last, so that
     no step runs at a rate of 0. After the warm-up:
 
-    - ``cosine`` falls along half a cosine to ``final_ratio * peak`` (Loshchilov and Hutter 2017, SGDR);
+    - ``cosine`` falls along half a cosine to ``final_ratio * peak`` (Loshchilov and Hutter 2017, SGDR), which it reaches
+      after `decay_steps` if these are more than `steps`;
     - ``linear`` falls to ``final_ratio * peak`` in a straight line;
     - ``constant`` stays at the peak;
     - ``wsd`` (warm-up, stable, decay; Hu et al. 2024, MiniCPM) stays at the peak and falls over the
@@ -75,6 +76,7 @@ def learning_rate(
     else:
         # Step 1 without warm-up, or step `warmup_steps` with it, is at the peak.
         first = max(warmup_steps, 1)
-        done = (step - first) / (steps + 1 - first)
+        end = max(steps, decay_steps) if schedule == "cosine" else steps
+        done = (step - first) / (end + 1 - first)
         shape = 0.5 * (1.0 + math.cos(math.pi * done)) if schedule == "cosine" else 1.0 - done
     return peak * (final_ratio + (1.0 - final_ratio) * shape)

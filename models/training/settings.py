@@ -85,7 +85,8 @@ class ScheduleSettings(Settings):
         "cosine", description="After the warm-up: half a cosine, a linear decay, constant, or constant with a decay at the end (wsd)"
     )
     final_ratio: float = Field(0.0, ge=0, le=1, description="Rate at the end, as a share of the peak")
-    decay_steps: Steps = Field(0, ge=0, description="Steps of wsd's decay; below 1: share of all steps")
+    decay_steps: Steps = Field(0, ge=0, description="wsd: steps of the decay; below 1: share of all steps. cosine: all steps of the curve "
+        "with the warm-up, if the run ends before it; 0: the run's steps")  # fmt: skip
     anneal_steps: Steps = Field(
         0, ge=0, description="Last steps, in which the rate falls linearly to 0 (Llama 3, section 3.4.3); below 1: share of all steps"
     )
@@ -102,8 +103,8 @@ class ScheduleSettings(Settings):
                 raise ValueError(f"{name} must be a whole number, or a share below 1, not {value}")
         if self.shape == "constant" and self.final_ratio:
             raise ValueError("a constant schedule has no final_ratio")
-        if (self.shape == "wsd") != (self.decay_steps > 0):
-            raise ValueError("decay_steps belongs to the schedule wsd: set both or neither")
+        if (self.shape == "wsd") != (self.decay_steps > 0) and (self.shape != "cosine" or self.decay_steps < 1):
+            raise ValueError("decay_steps belongs to the schedule wsd: set both or neither; for a cosine it is a number of steps")
         if self.ema and self.average:
             raise ValueError("ema and average are two ways to the final weights: choose one")
         return self
@@ -116,6 +117,7 @@ class ScheduleSettings(Settings):
         return _resolve(self.warmup_steps, steps, steps - 1)
 
     def decay(self, steps: int) -> int:
+        """Return the number of steps of wsd's decay, or of the whole cosine, in a run of `steps` steps; 0 if neither is set."""
         count = _resolve(self.decay_steps, steps, steps - self.warmup(steps))
         return max(1, count) if self.decay_steps else 0
 
@@ -127,6 +129,10 @@ class ScheduleSettings(Settings):
         warmup, decay, anneal = self.warmup(steps), self.decay(steps), self.anneal(steps)
         if warmup >= max(steps, 2):
             raise ValueError(f"schedule.warmup_steps must lie in 0..steps-1 ({steps - 1}), not {warmup}")
+        if self.shape == "cosine":
+            if 0 < decay < steps:
+                raise ValueError(f"a cosine's schedule.decay_steps must be at least the run's steps ({steps}), not {decay}")
+            decay = 0
         if decay + warmup > steps or anneal + warmup > steps:
             end = max(decay, anneal)
             raise ValueError(f"the schedule's warm-up and its decay or annealing overlap: {warmup} + {end} of {steps} steps")

@@ -55,6 +55,7 @@ class LadderConfig(SeededConfig):
     rates: tuple[float, ...] = Field((3e-3, 6e-3, 12e-3), min_length=1, description="Learning rates to try; a single value is not tuned")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer, as in pretrain")
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
+    z_loss: float = Field(0.0, ge=0, le=1, description="Weight of the z-loss, as in pretrain; 0: none")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Share of documents held out, as in pretrain (0 to 1)")
     validation_tokens: int = Field(40_000, ge=100, description="Maximum held-out tokens, as in pretrain")
     questions: int = Field(
@@ -257,7 +258,7 @@ def _train(
     def lengths(step: int) -> list[int]:
         return reader.lengths(first + step)
 
-    return train_proxy(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments).flops
+    return train_proxy(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments, config.z_loss).flops
 
 
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:

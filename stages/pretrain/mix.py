@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
@@ -22,7 +23,7 @@ class MixConfig(SeededConfig):
     """Settings of the mixture's weights."""
 
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Category → share of training text (sum: 1); empty: the experiment's weights, else natural shares"
+        default_factory=dict, description="Category → share of the training text's bytes (sum: 1); empty: the experiment's weights, else natural shares"
     )
     max_share: float = Field(0.5, gt=0, le=1, description="Maximum share of a category if no weights are given, here or by an experiment")
     down_sample: dict[str, float] = Field(
@@ -64,7 +65,8 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     most `max_share`. Unless weights are configured or come from `anneal_experiment`, the categories in `down_sample` keep only that
     fraction of their weight. Training reads as much text as one pass over all training documents: a category of weight w with b of all B
     bytes is read w B / b times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023); if that limits every category,
-    training reads less. A hash of a document's id rounds its epochs up or down. Held-out documents stay held out.
+    training reads less. In each shard, epochs are rounded up for as many documents of a category as the weight says, of all lengths alike.
+    Held-out documents stay held out.
     """
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
@@ -198,9 +200,8 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
     """Return the mixture table of a shard, and the bytes of text that training reads from the shard, repeats included."""
     rows = rows.sort_by("id")
     categories, out = rows["category"].to_pylist(), rows["heldout"].to_numpy()
-    chance = uniform(rows["id"].to_pylist(), seed, "repeats")
     epochs = np.array([shares[c].epochs for c in categories])
-    repeats = (np.floor(epochs) + (chance < epochs - np.floor(epochs))).astype(np.int32)
+    repeats = np.floor(epochs).astype(np.int32) + _rounded_up(rows.filter(pc.invert(rows["heldout"])), shares, seed, rows["id"])
     table = pa.table(
         {
             "id": rows["id"], "category": rows["category"], "split": np.where(out, "heldout", "train").tolist(),
@@ -208,6 +209,18 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
         }
     )  # fmt: skip
     return {"mixture": table}, int((rows["bytes"].to_numpy() * np.where(out, 0, repeats)).sum())
+
+
+def _rounded_up(rows: pa.Table, shares: Mapping[str, Share], seed: int, ids: pa.ChunkedArray) -> NDArray[np.bool_]:
+    """True for each of `ids` whose epochs are rounded up: a systematic sample of each category's rows in order of length, so that their
+    number differs by less than one from the weight's, and each row is drawn with the same probability."""
+    rows = rows.append_column("chance", pa.array(uniform(rows["id"].to_pylist(), seed, "repeats"), pa.float64()))
+    rows, chosen = rows.sort_by([("category", "ascending"), ("bytes", "ascending"), ("chance", "ascending")]), list[NDArray[np.bool_]]()
+    for category, count in zip(*np.unique(np.array(rows["category"].to_pylist(), dtype="U"), return_counts=True), strict=True):
+        start = uniform([f"{category} {ids[0]}"], seed, "rounding")[0]
+        marks = np.floor(start + (shares[category].epochs % 1) * np.arange(count + 1))
+        chosen.append(np.diff(marks) > 0)
+    return pc.is_in(ids, rows["id"].filter(pa.array(np.concatenate([np.zeros(0, bool), *chosen]))).combine_chunks()).to_numpy()
 
 
 def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:

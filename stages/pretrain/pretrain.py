@@ -118,10 +118,12 @@ def pretrain(
     if watch.tasks is not None:
         watch.tasks.check(max(network.config.max_position_embeddings, sources[phases[0].tokens].row_length * phases[0].join_rows))
     places: Places = {}
+    short = math.nan
     run.metric("optimizer_state_given", int(state is not None and phases[0].optimizer == "keep"))
     for number, (phase, before) in enumerate(zip(phases, starts, strict=True)):
         own = sources[phase.tokens]
-        short = watch.loss(network) if phase.accept else math.nan
+        if phase.accept:  # the lowest so far: rises of several steps do not add up
+            short = float(np.fmin(short, watch.loss(network)))
         network = _prepare(network, phase, own.row_length)
         for attempt in range(phase.accept.attempts if phase.accept else 1):
             place = (number, attempt) if attempt else (number,)
@@ -247,7 +249,7 @@ class Watch:
     def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
         """True if the phase passes its test after attempt `attempt` (1-based). Raise PunaError with the reasons if the last attempt fails.
 
-        `row`: tokens per packed row; `short`: validation loss before the phase. Metrics and a figure are written."""
+        `row`: tokens per packed row; `short`: lowest validation loss before a phase with a test. Metrics and a figure are written."""
         length, rise = phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)

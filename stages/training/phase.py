@@ -43,7 +43,8 @@ class Growth(StageConfig):
 class Acceptance(StageConfig):
     """Conditions for accepting a phase with a longer context (Llama 3, section 3.4.2). A phase that fails them is repeated."""
 
-    short_loss: float = Field(0.01, ge=0, description="Maximum increase of the validation loss over the phase, nats per token")
+    short_loss: float = Field(0.01, ge=0, description="Maximum increase of the validation loss, nats per token, over "
+        "the lowest before this phase or an earlier one with `accept`")  # fmt: skip
     needle: float = Field(1.0, ge=0, le=1, description="Minimum accuracy on pretrain.needle at every depth, at the phase's length; 0: any")
     attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase; each continues from the previous one on other rows")
 

@@ -60,7 +60,7 @@ def fresh(shape: ModelConfig, seed: int) -> Transformer:
 
 def train_proxy(
     model: Transformer, name: str, batches: Callable[[int], Any], lengths: Callable[[int], Sequence[int]], settings: TrainConfig, seed: int,
-    state: Path, moments: Mapping[str, Tensor] | None = None,
+    state: Path, moments: Mapping[str, Tensor] | None = None, z_loss: float = 0.0,
 ) -> Proxy:  # fmt: skip
     """Train a model in place; return it with the cost. `lengths`: step → document lengths, for the cost; `state`: folder of checkpoints.
 
@@ -71,7 +71,7 @@ def train_proxy(
     from puna.models.training.objectives import LanguageModeling
 
     with divergence_named(name):
-        log = train(model, LanguageModeling(), batches, settings, seed, state, state=moments)
+        log = train(model, LanguageModeling(z_loss), batches, settings, seed, state, state=moments)
     flops = sum(accounting.training_flops(model.config, lengths(step)) for step in range(1, settings.steps + 1))
     return Proxy(model, int(sum(row["tokens"] for row in log)), float(flops), float(sum(row["seconds"] for row in log)))
 

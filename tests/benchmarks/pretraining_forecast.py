@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import zstandard
+from pyarrow import csv
 
 from puna.models.config import ModelShape
 from puna.stages.contract import execute
@@ -175,7 +176,7 @@ def laws(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def regmix(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the rank correlation of the surrogates on planted losses of mixtures; the published table is not in the data."""
+    """Return the rank correlation of the surrogates on planted losses of mixtures, and on RegMix's public table if it is at hand."""
     found = {}
     for name in ("exponential", "curved"):
         ranks = []
@@ -190,7 +191,37 @@ def regmix(arguments: argparse.Namespace) -> dict[str, Any]:
             both = mixing_laws.fit_surrogate(shares, loss(shares) + generator.normal(0, 0.01, 32))
             ranks.append([_rank(model(fresh), loss(fresh)) for model in (both, both.law, both.process)])
         found |= dict(zip((f"planted_rank_{name}{end}" for end in ("", "_law", "_process")), np.mean(ranks, 0).tolist(), strict=True))
-    return found | {"skipped": "the public table of 512 mixtures is not at hand; planted losses stand for it"}
+    return found | _public_mixtures(DATA / "regmix")
+
+
+def _public_mixtures(folder: Path) -> dict[str, Any]:
+    """Return the rank correlations of predicted and measured losses on Pile-CC of RegMix's mixtures (Liu et al. 2024), means over blocks.
+
+    `folder` holds `{train,test}_{mixture,pile_loss}_SIZE.csv` of sail-sg/regmix. The surrogates are fitted to as many runs of the smallest
+    models as a block has (32, or all 512), in the order of the table, and predict the other mixtures and the larger models."""
+    if not (folder / "train_mixture_1m.csv").exists():
+        return {"skipped": f"RegMix's table of mixtures is not in {folder}; planted losses stand for it"}
+    shares, losses = _mixtures(folder, "train", "1m")
+    found: dict[str, Any] = {"regmix_runs": len(losses)}
+    for size in (size for size in ("1m", "60m", "1B") if (folder / f"test_mixture_{size}.csv").exists()):
+        fresh, measured = _mixtures(folder, "test", size)
+        found[f"regmix_mixtures_{size}"] = len(measured)
+        for count in (count for count in (32, 512) if count <= len(losses)):
+            ranks = []
+            for at in range(0, min(len(losses) - count, 7 * count) + 1, count):
+                both = mixing_laws.fit_surrogate(shares[at : at + count], losses[at : at + count])
+                ranks.append([_rank(model(fresh), measured) for model in (both, both.law, both.process)])
+            names = (f"regmix_rank_{count}_{size}{end}" for end in ("", "_law", "_process"))
+            found |= dict(zip(names, np.mean(ranks, 0).tolist(), strict=True)) | {f"regmix_blocks_{count}": len(ranks)}
+    return found
+
+
+def _mixtures(folder: Path, split: str, size: str) -> tuple[Any, Any]:
+    """Return the shares [runs, domains], each row with the sum 1, and the losses on Pile-CC [runs]."""
+    shares, losses = (csv.read_csv(folder / f"{split}_{kind}_{size}.csv").sort_by("index") for kind in ("mixture", "pile_loss"))
+    assert shares["index"] == losses["index"], f"{folder}: the tables of {split} {size} have different runs"
+    rows = np.column_stack([shares[name] for name in shares.column_names if name.startswith("train_")])
+    return rows / rows.sum(1, keepdims=True), losses["metric/the_pile_pile_cc_val_loss"].to_numpy()
 
 
 def _rank(a: Any, b: Any) -> float:

@@ -93,6 +93,9 @@ def test_schedules_by_hand():
     cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
     assert rates(steps=5, warmup_steps=2, schedule="cosine") == pytest.approx([0.5, 1, *cosine])
     assert rates(steps=5, warmup_steps=2, schedule="cosine", final_ratio=0.1)[3] == pytest.approx(0.55)
+    # A run that ends before the curve is its beginning: the first three of five steps; annealing starts from there.
+    assert rates(steps=3, warmup_steps=2, schedule="cosine", decay_steps=5) == pytest.approx([0.5, 1, cosine[0]])
+    assert rates(steps=4, warmup_steps=2, schedule="cosine", decay_steps=5, anneal_steps=1) == pytest.approx([0.5, 1, cosine[0], cosine[0] / 2])
     assert rates(steps=3, schedule="constant") == [1, 1, 1]
     # Decay over the last three steps: 1 - sqrt(k / 4)
     wsd = [1 - math.sqrt(k / 4) for k in (1, 2, 3)]
@@ -132,6 +135,8 @@ def test_a_rate_rises_to_the_peak_and_never_again(schedule: str, length: int, wa
         {"learning_rate": 0.0},
         {"schedule": "step"},
         {"decay_steps": 3},
+        {"decay_steps": 0.5},
+        {"schedule": "linear", "decay_steps": 20},
         {"schedule": "wsd"},
         {"average": 2},
         {"anneal_steps": 11},

@@ -181,6 +181,22 @@ def test_a_rate_that_diverges_is_a_lost_try(store, given, few_steps: None, monke
         execute(ladder, config.model_copy(update={"rates": (0.4,)}), given, store)
 
 
+def test_the_ladder_trains_with_the_z_loss_of_the_run(store, given, few_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, used = module.train_proxy, set[float]()
+
+    def training(*arguments: Any) -> Any:
+        used.add(arguments[8])
+        return original(*arguments)
+
+    monkeypatch.setattr(module, "train_proxy", training)
+    config = SETTINGS.model_copy(update={"multiples": (1.0,), "questions": 0, "rates": (0.02,), "rows": (2,)})
+    losses = [
+        [point["loss"] for point in execute(ladder, config.model_copy(update={"z_loss": weight}), given, store).read("points").to_pylist()]
+        for weight in (0.0, 0.5)
+    ]  # fmt: skip
+    assert used == {0.0, 0.5} and all(plain != other for plain, other in zip(*losses, strict=True))
+
+
 def test_shapes_are_resized_in_proportion() -> None:
     target = SHAPE.replace(hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2)
     assert resize(target, 192).model_dump(exclude={"head_dim"}) == target.model_dump(exclude={"head_dim"})

@@ -139,3 +139,19 @@ def test_a_short_loss_that_stays_up_stops_the_run(store, given) -> None:  # noqa
     spoiled = long(short_loss=0.0, needle=0.0, attempts=1).replace(schedule=FLAT | {"learning_rate": 0.5})
     with pytest.raises(PunaError, match=r"phase longer is not accepted after 1 runs: the loss on the held-out documents rose by \d"):
         execute(pretrain, config(phase("a", 20), spoiled), given, store)
+
+
+def test_rises_of_several_steps_do_not_add_up(store, given, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Each step is compared with the lowest loss before any of them, not with the loss that the step before it left."""
+    compared, planned_ = list[tuple[float, float]](), module.Watch.accepts
+
+    def accepts(self, model, phase, bounds, attempt, row, short):
+        compared.append((short, self.after))
+        return planned_(self, model, phase, bounds, attempt, row, short)
+
+    monkeypatch.setattr(module.Watch, "accepts", accepts)
+    planned(monkeypatch, 1.0, 1.0, 1.0)
+    worse = long().replace(schedule=FLAT | {"learning_rate": 0.5})
+    execute(pretrain, config(phase("a", 20), *(worse.replace(name=name, join_rows=join) for name, join in (("b", 2), ("c", 3), ("d", 4)))), given, store)
+    (first, after), *rest = compared
+    assert after > first and [short for short, _ in rest] == [first] * 2

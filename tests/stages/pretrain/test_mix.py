@@ -74,7 +74,29 @@ def test_repeats_follow_from_the_weights(tmp_path: Path) -> None:
     rows = made.read().to_pylist()
     # Training text: 999 + 499 + 4 documents; b is read 0.6 * 1502 / 499 = 1.806 times.
     repeats = [r["repeats"] for r in rows if r["category"] == "b" and r["split"] == "train"]
-    assert sum(repeats) / 499 == pytest.approx(1.806, abs=0.08) and set(repeats) == {1, 2}
+    assert sum(repeats) == pytest.approx(0.6 * 1502, abs=1) and set(repeats) == {1, 2}
+
+
+def test_a_part_of_an_epoch_is_exact_in_documents_and_near_in_bytes(tmp_path: Path) -> None:
+    """Ten seeds: each document is read once or twice, and within its category as often as the others, whatever its length."""
+    store, sizes = Store.open(tmp_path), [2 ** (i % 12) for i in range(200)]
+    given_ = corpus(store, {"a": sizes, "b": sizes[:50]}, heldout=2)
+    drawn = np.zeros(198)
+    for seed in range(10):
+        made = execute(mix, MixConfig(weights={"a": 0.7, "b": 0.3}, seed=seed), given_, store)
+        weights = plan({"a": sum(sizes[2:]), "b": sum(sizes[2:50])}, {"a": 0.7, "b": 0.3}, 4)
+        for category, own in (("a", sizes), ("b", sizes[:50])):
+            rows = [row for row in made.read().to_pylist() if row["category"] == category and row["split"] == "train"]
+            read = np.array([row["repeats"] for row in rows])
+            epochs = weights[category].epochs
+            assert abs(read.sum() - epochs * len(own[2:])) < 1 and set(read.tolist()) <= {int(epochs), int(epochs) + 1}
+            # The longest documents have 2,048 bytes; in order of length, at most one more or fewer of each length is read.
+            assert abs((read * own[2:]).sum() - epochs * sum(own[2:])) < sum(2**i for i in range(12))
+            if category == "a":
+                drawn += read - int(epochs)
+    part = plan({"a": sum(sizes[2:]), "b": sum(sizes[2:50])}, {"a": 0.7, "b": 0.3}, 4)["a"].epochs % 1
+    for length in range(12):  # some 160 draws of each length
+        assert drawn[[i for i in range(198) if sizes[2 + i] == 2**length]].mean() / 10 == pytest.approx(part, abs=0.07)
 
 
 def test_the_split_and_the_categories_are_those_that_came_in(tmp_path: Path) -> None:

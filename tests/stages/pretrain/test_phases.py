@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -51,19 +53,36 @@ def weights(artifact) -> str:
     return artifact.manifest.files["model.safetensors"].sha256
 
 
-def test_the_405b_grows_after_the_reports_tokens() -> None:
-    """252 million tokens in steps of 4 Mi, then steps of 8 Mi up to 2.87 trillion tokens: the first steps that begin after these totals."""
-    first, second = PretrainConfig(**load("llama3-405b", flow="pretrain").values["pretrain"]).phases
+@pytest.mark.parametrize("name, first, whole", [("405b", 14.8e12, 15.6e12), ("8b", 14.8e12, 15.6e12), ("1b", 8.2e12, 9e12)])
+def test_llama_recipes_have_the_phases_of_the_report(name: str, first: float, whole: float) -> None:
+    """252 million tokens in steps of 4 Mi, then steps of 8 Mi up to 2.87 trillion tokens: the first steps that begin after these totals. Six
+    steps of the context to 128K over 800 billion tokens; the last 40 million tokens at a rate that falls to 0."""
+    config = PretrainConfig(**load(f"llama3-{name}", flow="pretrain").values["pretrain"])
+    initial, *longer, anneal = config.phases
     small, middle, large = (2**22, 2**23, 2**24)
     one = -(-252_000_000 // small)
     two = one + -(-(2_870_000_000_000 - one * small) // middle)
-    growth = first.growth(8192)
+    growth = initial.growth(8192)
     assert growth.values == (512, 1024, 2048) and growth.starts == (1, one + 1, two + 1)
-    counted = first.with_steps(8192)
-    read = 8192 * growth.before(counted.steps + 1)
-    assert 0 <= read - 14_800_000_000_000 < large
-    whole = read + 128 * 131_072 * second.with_steps(131_072, read).steps
-    assert 0 <= whole - 15_600_000_000_000 < large
+    read, rates = 0, list[float]()
+    for phase in config.phases:
+        row = 8192 * phase.join_rows
+        counted = phase.with_steps(row, read)
+        training = counted.train_config(config.optimizer, config.compute)
+        rates += [training.rate(1), training.rate(counted.steps)]
+        read += row * phase.growth(row, read).before(counted.steps + 1)
+        if phase is initial:
+            assert 0 <= read - first < large
+            # Cosine from the peak to a hundredth of it; the run stops before its end, in proportion to the tokens of the whole run.
+            end = 1_200_000 if name != "1b" else 771_000
+            done = (counted.steps - 8000) / (end + 1 - 8000)
+            expected = training.rate(8000) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+            assert training.rate(counted.steps) == pytest.approx(expected)
+    assert [phase.join_rows for phase in longer] == [2, 4, 6, 8, 12, 16] and all(phase.accept for phase in longer)
+    assert abs(read - whole) < large and anneal.with_steps(131_072, 0).steps * anneal.rows_per_step * 131_072 == pytest.approx(40e6, rel=0.02)
+    # Each phase goes on at the rate at which the one before ended, to the third digit, or below it.
+    after = rates[2:-1:2]
+    assert after == sorted(after, reverse=True) and after[0] == pytest.approx(rates[1], rel=5e-3) and anneal.schedule.anneal_steps == anneal.steps
 
 
 def test_a_ramp_counts_from_the_beginning_of_the_run() -> None:
