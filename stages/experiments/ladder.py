@@ -258,7 +258,10 @@ def _train(
     def lengths(step: int) -> list[int]:
         return reader.lengths(first + step)
 
-    return train_proxy(model, what, lambda step: reader.batches(first + step, size), lengths, settings, seed, state, moments, config.z_loss).flops
+    def batches(step: int) -> Any:
+        return reader.batches(first + step, size)
+
+    return train_proxy(model, what, batches, lengths, settings, seed, state, moments, config.z_loss).flops
 
 
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:

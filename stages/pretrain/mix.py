@@ -23,7 +23,7 @@ class MixConfig(SeededConfig):
     """Settings of the mixture's weights."""
 
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Category → share of the training text's bytes (sum: 1); empty: the experiment's weights, else natural shares"
+        default_factory=dict, description="Category → share of the training bytes (sum: 1); empty: an experiment's, else natural shares"
     )
     max_share: float = Field(0.5, gt=0, le=1, description="Maximum share of a category if no weights are given, here or by an experiment")
     down_sample: dict[str, float] = Field(
