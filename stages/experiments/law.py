@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
 
 
 def read_points(artifacts: Sequence[Artifact], config: LawConfig, run: StageRun) -> list[dict[str, Any]]:
-    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if an artifact has none, or if they are too few."""
+    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if an artifact has none, or if they are too few,
+    or of models of different sparsity."""
     for artifact in artifacts:
         if "points" not in artifact.tables:
             raise PunaError(f"{artifact.id} has no table `points`; give an artifact of the stage ladder, not of {artifact.manifest.stage}")
@@ -61,7 +63,15 @@ def read_points(artifacts: Sequence[Artifact], config: LawConfig, run: StageRun)
     if len(rows) < scaling_laws.FEWEST:
         raise PunaError(f"{run.stage}: {', '.join(one.id for one in artifacts)}: {len(rows)} points of heldout={config.heldout!r} are too "
                         f"few for a law; held-out texts are {', '.join(sorted({row['heldout'] for row in every}))}")  # fmt: skip
+    if len(experts := {_experts(row["shape"]) for row in rows}) > 1:
+        raise PunaError(f"{run.stage}: {', '.join(one.id for one in artifacts)}: models with {' and '.join(sorted(experts))} experts per "
+                        "token are not on one law; give ladders of one sparsity")  # fmt: skip
     return rows
+
+
+def _experts(shape: str) -> str:
+    moe = json.loads(shape).get("moe") or {"num_experts_per_tok": 1, "num_experts": 1}
+    return f"{moe['num_experts_per_tok']} of {moe['num_experts']}"
 
 
 def points_of(rows: Sequence[dict[str, Any]], value: str = "loss") -> Points:

@@ -72,3 +72,26 @@ def test_five_commands_from_a_chat_model_and_pairs_to_a_tuned_model(name: str, t
     assert store.alias("tuned@latest").manifest.stage == "dpo"
     assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in tuned.state_dict().items())
     assert any(not torch.equal(before.state_dict()[key], tensor) for key, tensor in tuned.state_dict().items())
+
+
+def test_continue_trains_a_model_from_elsewhere_on_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe `continue`, as its file says it is run: both models are measured on the documents held out, and the trained one is better."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(executors, "cores", lambda: 1)
+    random_model("llama3", tmp_path / "chat-model")
+    rows = [{"url": f"https://x.org/{n}", "text": "".join(f"Say {c} {n} times. " for c in COLOURS) * 4} for n in range(60)]
+    (tmp_path / "pages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    short = ["tokenize.sequence_length=64", "pretrain.phases.0.until=12000", "pretrain.phases.0.schedule.learning_rate=0.01", "split.heldout_fraction=0.2"]
+    for words in (
+        ["import", "model", "chat-model", "--as", "small"], ["import", "documents", "pages.jsonl", "--as", "pages"],
+        ["run", "pretrain", "--recipe", "continue", "--input", "documents=pages@latest", "--input", "model=small@latest",
+         *(word for change in short for word in ("--set", change))],
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    store = Store.open(".puna")
+    given, trained = store.alias("small@latest"), store.alias("base@latest")
+    assert json.loads(trained.path("config.json").read_text())["hidden_size"] == json.loads(given.path("config.json").read_text())["hidden_size"]
+    measured = [one for one in store.artifacts() if one.manifest.stage == "evaluate"]
+    of = {next(entry.key for entry in one.manifest.inputs if entry.name == "model"): one.manifest.metrics for one in measured}
+    assert len(measured) == 2 and of[trained.key]["document_bits_per_byte"] < of[given.key]["document_bits_per_byte"] - 0.5

@@ -233,6 +233,13 @@ def planted(store: Store, largest: ModelShape = SHAPE, above: float | None = Non
     return store.import_table("evaluation", pa.Table.from_pylist([], schema=table_schema("evaluation").schema), points=table)
 
 
+def test_ladders_of_different_sparsity_are_not_one_law(store) -> None:
+    sparse = SHAPE.replace(moe={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64})
+    assert execute(law, LawConfig(draws=100), {"ladders": [planted(store, sparse)]}, store).manifest.metrics["backtest_error"] < 0.1
+    with pytest.raises(PunaError, match="models with 1 of 1 and 2 of 8 experts per token are not on one law"):
+        execute(law, LawConfig(draws=100), {"ladders": [planted(store), planted(store, sparse)]}, store)
+
+
 def test_law_and_size_of_planted_points(store) -> None:
     surface = execute(law, LawConfig(draws=100), {"ladders": [planted(store)]}, store)
     found = {(row["task"], row["metric"]): row["value"] for row in surface.read().to_pylist()}
