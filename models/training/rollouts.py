@@ -330,9 +330,12 @@ class Source:
 def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int = 4096) -> Scorer:
     @torch.no_grad()
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:
-        answers = [[c.tokens for c in row] for row in completions]
-        parts = by_group(model, answer_rewards, prompts, answers, micro_batch_tokens, by_answer=True)
-        return [part.tolist() for part in parts]
+        answers = [[tuple(c.tokens) for c in row] for row in completions]
+        # Equal answers get equal rewards: computed twice, they would differ by rounding, which a group's deviation magnifies.
+        distinct = [list(dict.fromkeys(row)) for row in answers]
+        parts = by_group(model, answer_rewards, prompts, distinct, micro_batch_tokens, by_answer=True)
+        rewards = [dict(zip(some, part.tolist(), strict=True)) for some, part in zip(distinct, parts, strict=True)]
+        return [[known[answer] for answer in row] for row, known in zip(answers, rewards, strict=True)]
 
     return score
 
