@@ -65,8 +65,9 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     def render_prompt(row: dict[str, Any]) -> Example:
         return Example(render_conversation(tokenizer, row)[0].prompt, [[]], [[]], [])
 
-    taught = BadRows(config, "topics").examples(exemplars, render_prompt, len, limit)
-    bad = BadRows(config, "topics")
+    bad, unusable = BadRows(config, "topics"), BadRows(config, "topics")
+    taught = unusable.examples(exemplars, render_prompt, len, limit)
+    unusable.check_left(len(taught), f"{len(exemplars)} labelled examples")
     requests = bad.examples(rows, render_prompt, len, limit)
     vectors = embed([example for _, example in (*taught, *requests)], network, config.micro_batch_tokens, run.scratch / "states")
     examples = [
