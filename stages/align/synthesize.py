@@ -279,11 +279,12 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
 def _with_tests(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
     """Add tests written by the model to the problems. Drop tests that pass without a solution, then problems with too few tests."""
     requests = [{**row, "messages": asking(TESTS.format(problem=as_text(messages_of(row))))} for row in problems]
-    lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
-    alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
+    written = zip(problems, writer.write(requests, 1, "tests"), strict=True)
+    lines = [(row, assertions(texts[0].text)) for row, texts in written if texts]  # the writer drops a row without a text
+    alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in lines for line in some]
     scores = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
     results = []
-    for row, some in zip(problems, lines, strict=True):
+    for row, some in lines:
         telling = [line for line in some if next(scores).value == 0]
         if len(telling) >= config.min_tests:
             results.append({**row, "verifier": to_text("code", tests=telling)})
