@@ -110,6 +110,8 @@ def test_json_schema_agrees_with_jsonschema() -> None:
         ('{"name": "json_schema", "json_schema": {"items": {"$ref": "http://example.com/x.json"}}}', "cannot be resolved to a schema"),
         ('{"name": "json_schema", "json_schema": {"$ref": "#/$defs/b", "$defs": {"a": {}}}}', "cannot be resolved to a schema"),
         ('{"name": "json_schema", "json_schema": {"$ref": "#/const", "const": 3}}', "'#/const' cannot be resolved to a schema"),
+        ('{"name": "json_schema", "json_schema": {"properties": {"a": {"requried": ["b"]}}}}', "no keyword 'requried'; did you mean 'required'"),
+        ('{"name": "json_schema", "json_schema": {"dependencies": {"a": ["b"]}}}', "the draft has no keyword 'dependencies'"),
         ('{"name": "json_schema", "json_schema": {"$schema": []}}', r"json_schema\.\$schema: is not text"),
         ('{"name": "product", "of": [{"name": "json_schema", "json_schema": {"$schema": 5}}]}', r"json_schema\.\$schema: is not text"),
         ('{"name": "json_schema", "json_schema": {"type": 3}}', "json_schema"), ('{"name": "numeric", "answer": "none"}', "holds no number"),
