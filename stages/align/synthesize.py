@@ -192,7 +192,7 @@ class Writer:
         """Return row id → texts sampled from `network`. Rejected and too long rows go to `bad` and have no entry."""
         from puna.models.generation import Engine, SamplingParams
 
-        config, within = self._config, context_limit(network, self._config.max_tokens)
+        config, within = self._config, context_limit(network.config, self._config.max_tokens)
         requests = bad.examples(rows, lambda row: prompt_ids(tokenizer, row), lambda ids: len(ids) + config.max_tokens, within)
         params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=seed)
         progress = partial(self._run.progress, note=purpose)
