@@ -59,8 +59,7 @@ class Sampled:
     prompts whose answers differ in reward, over all sampled prompts, before the choice by `resample`. `drawn`: answers of all these
     prompts, and the policy's tokens in them. `version`: number of rollouts on which the answering weights had been trained. `parts`: parts
     of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens' weights in the
-    loss (Puna's engine: 1). `mismatch`: the mean of log q - log p over tokens, with q another engine's and p the policy's probability
-    (Puna's engine: None).
+    loss (Puna's engine: 1). `mismatch`: mean of log q - log p over tokens, q another engine's and p the policy's probability; or None.
     """
 
     asked: list[list[int]]

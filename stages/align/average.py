@@ -63,8 +63,7 @@ def average(
     An average of reward models is as cheap to run as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the
     evaluation's prompts. If it has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; ties go
     to the most even weights. `search.reward`: verifiers, `reward_model` or both score the answers; with both, rewards are centered on the
-    first model's answers if `search.center` is start. Metrics: `weight_N` and, after a search, `development_score` (mean reward), also for
-    equal weights."""
+    first model's answers if `search.center` is start. Metrics: `weight_N`; after a search `development_score`, also of equal weights."""
     from puna.models.training.average import average_checkpoints
 
     if config.weights and len(config.weights) != len(models):

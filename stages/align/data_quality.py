@@ -91,8 +91,7 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
 
     `given_easy`, `given_medium` and `given_hard` count the rows that reach the quality rule, by difficulty (below 1/3, below 2/3, above);
     `kept_easy` and so on count the kept rows. `reward_and_judge`, `reward_only`, `judge_only` and `neither` count the rows with both a
-    reward and a grade by which of the two is good. The side table `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2),
-    `intentions`.
+    reward and a grade by which of the two is good. `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2), `intentions`.
     """
     if not instructions.rows():
         raise PunaError(f"data_quality: {instructions.id} has no instructions; the previous stage's `dropped` table says why")

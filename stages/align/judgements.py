@@ -34,8 +34,7 @@ class Judgement(BaseModel):
 
     @property
     def worth(self) -> int:
-        """Return the signed level: 4 (significantly) to 1 (marginally) if the first answer is better, negative if the second is; 0:
-        none."""
+        """Return the signed level: 4 (significantly) to 1 (marginally) if the first answer is better, negative if the second, 0 if none."""
         if self.better is None or self.level is None:
             return 0
         size = STEPS - LEVELS.index(self.level)

@@ -108,8 +108,7 @@ def grpo(
 
     The default loss is PPO's clipped surrogate, averaged over the tokens of an update as in DAPO; `surrogate`, `ratio` and `normalizer`
     change it. `kl_coefficient` times the KL divergence to the starting policy is subtracted from rewards. For rewards, `judges` and dropped
-    prompts, see `ppo`. A prompt whose answers all have the same reward gives no gradient; `unequal_prompts` logs the share of other
-    prompts."""
+    prompts, see `ppo`. A prompt whose answers all have the same reward gives no gradient; `unequal_prompts` is the share of others."""
     from puna.models.training.ppo import train_grpo
 
     if config.turns > 1 and ranks.count() > 1:

@@ -1,8 +1,7 @@
 """Synthetic training data: problems and answers from a model, kept only if a check confirms them.
 
-As in Llama 3, section 4.3, a model writes problems similar to the examples and answers each several times. Code is checked by running its
-tests, maths by the agreement of answers, and given prompts by their verifiers. If no answer is right, the model gets the check's message
-and tries again."""
+As in Llama 3, section 4.3, a model writes problems similar to the examples and answers each several times. Tests check code, agreement of
+answers checks maths, verifiers check given prompts. If no answer is right, the model gets the check's message and tries again."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tu
 
 
 def cached_object(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object in `file`. If missing, first write `make(state)` to it. `state`: a folder for training state, removed
-    afterwards."""
+    """Return the JSON object in `file`. If missing, first write `make(state)` to it; then remove `state`, a folder for training state."""
     state = file.with_suffix("")
     if not file.exists():
         write_text(file, json.dumps(make(state)))

@@ -41,8 +41,7 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
 
 
 def by_tier(row: dict[str, Any]) -> Tiers:
-    """Return a preference's answers in tiers of equals, best first: edited, chosen, others, rejected. Raise BadRow if one side is
-    missing."""
+    """Return a preference's answers in tiers of equals, best first: edited, chosen, others, rejected. BadRow if one side is missing."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
         phrase = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
