@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -105,11 +104,11 @@ def sample(
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; give each model once")
     scorer = Scorer(rows, config.scoring, run, judges or ())
-    bad, spent = BadRows(config, "sample"), Counter[str]()
+    bad, spent, windowed = BadRows(config, "sample"), Counter[str](), config.serving.window is not None
     for number, model in enumerate(models):
         within = context_limit(read_config(model.path()), config.max_tokens)
-        within = within if config.serving.window is None else within._replace(tokens=sys.maxsize)
-        questions = bad.examples(rows, partial(prompt_ids, tokenizer_of(model)), lambda ids: len(ids) + config.max_tokens, within)
+        ids_of = partial(prompt_ids, tokenizer_of(model))
+        questions = bad.examples(rows, ids_of, lambda ids: 0 if windowed else len(ids) + config.max_tokens, within)
         bad.check_left(len(questions), f"{len(rows)} prompts")
         spent.update(_answer(model, questions, scorer, config, run, number, len(models), draft))
     for endpoint in config.endpoints:

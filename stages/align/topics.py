@@ -51,8 +51,7 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     their probabilities.
 
     The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two baselines are measured in the same
-    way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words. The accuracies hold only for
-    requests similar to the labelled examples."""
+    way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words."""
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     exemplars = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
     names = sorted({row["task"] for row in exemplars})

@@ -161,8 +161,6 @@ def frozen_dtype() -> torch.dtype:
 
 SMALL = 8_000_000
 """Number of parameters below which a model runs fastest on one CPU thread, since more threads would mostly wait."""
-
-
 _large: weakref.WeakSet[Transformer] = weakref.WeakSet()
 
 

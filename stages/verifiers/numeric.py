@@ -20,8 +20,6 @@ DIGITS = 400  # maximum digits and exponent of a number: without limits, exact a
 SPACES = "\u00a0\u2009\u202f"
 FRACTION = r"\\[dt]?frac\{\s*(?P<top>[-−]?[\d.,]{1,400})\s*\}\{\s*(?P<bottom>[\d.,]{1,400})\s*\}"
 POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-−+]?\d{1,9})\s?\}?"
-
-
 RAISED = r"(?:\s?\^\s?\{?\s?|\*\*)(?P<raised>[-−+]?\d{1,9})\s?\}?"
 IS_POWER = r"(?<!\^)(?<!\^[-−+{ ])(?<!\^\{[-−+])(?<![\w)\]}]\*\*)(?<![\w)\]}]\*\*[-−+])"
 """A look-behind that keeps a match from starting at an exponent."""
