@@ -128,8 +128,7 @@ def add_rewards(
     def render_candidates(row: Row) -> Example:
         return render(tokenizer, row, [[[answer_message(text) for text in texts[row["id"]]]]])
 
-    most = config.micro_batch_tokens
-    limit = Limit(most, "micro_batch_tokens", "the prompt with its longest answer")
+    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its longest answer")
     rows = [asked[key] for key in candidates]
     rendered = bad.examples(rows, render_candidates, lambda one: len(one.prompt) + max(map(len, one.answers)), limit)
     if candidates:
@@ -137,9 +136,9 @@ def add_rewards(
     members = [load_model(one, "scalar", frozen=True)[0] for one in reward_models]
     pieces = [
         Example(one.prompt, some, [[True] * len(answer) for answer in some], [])
-        for _, one in rendered for some in batch_by_size(one.answers, len, most - len(one.prompt))
+        for _, one in rendered for some in batch_by_size(one.answers, len, limit.tokens - len(one.prompt))
     ]  # fmt: skip
-    numbers = [chain.from_iterable(score_answers(one, pieces, most, run.progress)) for one in members]
+    numbers = [chain.from_iterable(score_answers(one, pieces, limit.tokens, run.progress)) for one in members]
     combined = (combine(some, config.ensemble) for some in zip(*numbers, strict=True))
     reward_of = {}
     for row, _ in rendered:

@@ -26,7 +26,7 @@ from puna.stages.training.turns import TurnsConfig, in_turns, turns_of, with_too
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.judges import Tools
-from puna.stages.verifiers.python_code import program
+from puna.stages.verifiers.python_code import Code, program
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.tools import FAILED
@@ -280,13 +280,13 @@ def _with_tests(problems: Sequence[Row], writer: Writer, config: SynthesizeConfi
     requests = [{**row, "messages": asking(TESTS.format(problem=as_text(messages_of(row))))} for row in problems]
     written = zip(problems, writer.write(requests, 1, "tests"), strict=True)
     lines = [(row, assertions(texts[0].text)) for row, texts in written if texts]  # the writer drops a row without a text
-    alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in lines for line in some]
+    alone = [{**row, "verifier": to_text(Code.name, tests=[line])} for row, some in lines for line in some]
     scores = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
     results = []
     for row, some in lines:
         telling = [line for line in some if next(scores).value == 0]
         if len(telling) >= config.min_tests:
-            results.append({**row, "verifier": to_text("code", tests=telling)})
+            results.append({**row, "verifier": to_text(Code.name, tests=telling)})
         else:
             writer.dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), as_text(messages_of(row))))
     return results
