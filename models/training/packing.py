@@ -10,8 +10,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from puna.models.training.schedules import Ramp
-
 T = TypeVar("T")
 ExampleT = TypeVar("ExampleT")
 BatchT = TypeVar("BatchT")
@@ -23,18 +21,16 @@ def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[n
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def step_indices(step: int, count: int, batch_size: int | Ramp, seed: int) -> list[int]:
+def step_indices(step: int, count: int, batch_size: int, seed: int) -> list[int]:
     """Return the indices of the examples of a step (1-based): the next `batch_size` in an endless sequence of epochs. Every example occurs
     exactly once per epoch, even if a step spans two epochs, so a resumed run neither skips nor repeats an example."""
-    ramp = Ramp((batch_size,)) if isinstance(batch_size, int) else batch_size
     if count < 1 or step < 1:
         raise ValueError(f"step and count must be positive: {step}, {count}")
-    first, size = ramp.before(step), ramp.at(step)
     indices: list[int] = []
-    while len(indices) < size:
-        epoch, start = divmod(first + len(indices), count)
+    while len(indices) < batch_size:
+        epoch, start = divmod((step - 1) * batch_size + len(indices), count)
         order = epoch_order(count, epoch, seed)
-        indices += order[start : start + size - len(indices)].tolist()
+        indices += order[start : start + batch_size - len(indices)].tolist()
     return indices
 
 
@@ -87,12 +83,12 @@ def batch_by_size(items: Sequence[T], size: Callable[[T], int], limit: int) -> I
 class Sampler(Generic[ExampleT, BatchT]):
     """A function from a step to its micro-batches, for the training loop. The constructor raises ValueError without examples.
 
-    A step takes `batch_size` examples (a `Ramp`: more in later steps), and packs them into rows of at most `micro_batch_tokens` tokens.
-    `length` returns an example's number of tokens. `collate` makes a micro-batch of a row's examples.
+    A step takes `batch_size` examples, and packs them into rows of at most `micro_batch_tokens` tokens. `length` returns an example's
+    number of tokens. `collate` makes a micro-batch of a row's examples.
     """
 
     def __init__(
-        self, examples: Sequence[ExampleT], batch_size: int | Ramp, collate: Callable[[list[ExampleT]], BatchT], *,
+        self, examples: Sequence[ExampleT], batch_size: int, collate: Callable[[list[ExampleT]], BatchT], *,
         length: Callable[[ExampleT], int], micro_batch_tokens: int, seed: int,
     ) -> None:  # fmt: skip
         if not len(examples):
@@ -100,26 +96,9 @@ class Sampler(Generic[ExampleT, BatchT]):
         self.examples, self.batch_size, self.collate = examples, batch_size, collate
         self.length, self.micro_batch_tokens, self.seed = length, micro_batch_tokens, seed
 
-    def steps(self, epochs: float) -> int:
-        """Return the number of steps in `epochs` epochs, rounded up; at least 1."""
-        total = epochs * len(self.examples)
-        if isinstance(self.batch_size, int):
-            return max(1, int(np.ceil(total / self.batch_size)))
-        ramp, step = self.batch_size, 1
-        last = ramp.starts[-1] - 1  # number of steps before the ramp reaches its top
-        while step <= last and ramp.before(step + 1) < total:
-            step += 1
-        if step <= last:
-            return step
-        return last + max(1, int(np.ceil((total - ramp.before(last + 1)) / ramp.values[-1])))
-
     def visited_examples(self, steps: int) -> list[int]:
         """Return the indices of the examples that the first `steps` steps see, in ascending order."""
-        return sorted(epoch_order(len(self.examples), 0, self.seed)[: self.example_count(steps)].tolist())
-
-    def example_count(self, steps: int) -> int:
-        """Return the number of examples in the first `steps` steps, repetitions included."""
-        return self.batch_size * steps if isinstance(self.batch_size, int) else self.batch_size.before(steps + 1)
+        return sorted(epoch_order(len(self.examples), 0, self.seed)[: self.batch_size * steps].tolist())
 
     def __call__(self, step: int) -> list[BatchT]:
         indices = step_indices(step, len(self.examples), self.batch_size, self.seed)

@@ -59,8 +59,7 @@ class Sampled:
     prompts whose answers differ in reward, over all sampled prompts, before the choice by `resample`. `drawn`: answers of all these
     prompts, and the policy's tokens in them. `version`: number of rollouts on which the answering weights had been trained. `parts`: parts
     of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens' weights in the
-    loss (Puna's engine: 1). `mismatch`: the mean of log q - log p over tokens, with q another engine's and p the policy's probability
-    (Puna's engine: None).
+    loss (Puna's engine: 1). `mismatch`: mean of log q - log p over tokens, q another engine's and p the policy's probability; or None.
     """
 
     asked: list[list[int]]
@@ -330,9 +329,12 @@ class Source:
 def reward_model_scorer(model: Transformer | Parallel, micro_batch_tokens: int = 4096) -> Scorer:
     @torch.no_grad()
     def score(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Completion]]) -> list[list[float]]:
-        answers = [[c.tokens for c in row] for row in completions]
-        parts = by_group(model, answer_rewards, prompts, answers, micro_batch_tokens, by_answer=True)
-        return [part.tolist() for part in parts]
+        answers = [[tuple(c.tokens) for c in row] for row in completions]
+        # Equal answers get equal rewards: computed twice, they would differ by rounding, which a group's deviation magnifies.
+        distinct = [list(dict.fromkeys(row)) for row in answers]
+        parts = by_group(model, answer_rewards, prompts, distinct, micro_batch_tokens, by_answer=True)
+        rewards = [dict(zip(some, part.tolist(), strict=True)) for some, part in zip(distinct, parts, strict=True)]
+        return [[known[answer] for answer in row] for row, known in zip(answers, rewards, strict=True)]
 
     return score
 

@@ -208,8 +208,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 def load_state(folder: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return the record, and the tensors whose names begin with `prefix`, of the newest undamaged checkpoint under `folder`; None if there
-    is none. Remove newer, damaged checkpoints with a warning, so that no run continues from damaged weights. Raise OSError if the disk
-    fails."""
+    is none. Remove newer, damaged checkpoints with a warning, so that no run continues from them. Raise OSError if the disk fails."""
     from safetensors.torch import load
 
     return _newest(folder, lambda data: {name: tensor for name, tensor in load(data).items() if name.startswith(prefix)}, prefix)

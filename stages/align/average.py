@@ -14,11 +14,12 @@ from puna.stages.conversations import prompt_ids
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import one_tokenizer
 from puna.stages.training.rewards import REWARDS, Reward, RewardSettings, rewards_of
-from puna.stages.training.train import check_one_tokenizer, load_model
+from puna.stages.training.train import check_one_tokenizer, context_limit, load_model
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
+    from puna.models.config import ModelConfig
     from puna.models.generation import Completion
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 MOST_TRIALS = 500
 """Maximum number of candidate averages in one search."""
 SCORED_TOKENS = 8192
-"""Maximum tokens in a packed row that a reward model scores."""
+"""Maximum tokens in a packed row that a reward model scores, unless a prompt with its answer is longer."""
 
 
 class SearchConfig(RewardSettings):
@@ -62,8 +63,7 @@ def average(
     An average of reward models is as cheap to run as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the
     evaluation's prompts. If it has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; ties go
     to the most even weights. `search.reward`: verifiers, `reward_model` or both score the answers; with both, rewards are centered on the
-    first model's answers if `search.center` is start. Metrics: `weight_N` and, after a search, `development_score` (mean reward), also for
-    equal weights."""
+    first model's answers if `search.center` is start. Metrics: `weight_N`; after a search `development_score`, also of equal weights."""
     from puna.models.training.average import average_checkpoints
 
     if config.weights and len(config.weights) != len(models):
@@ -106,7 +106,7 @@ def _search(
         raise PunaError(f"average: search.steps={config.search.steps} asks for {len(trials)} averages; the maximum is {MOST_TRIALS}")
     network, tokenizer = load_model(models[0], "lm", frozen=True)
     states = [load_model(model, "lm")[0].state_dict() for model in models]
-    answering = _Development(prompts, reward_models, judges, tokenizer, config, run)
+    answering = _Development(prompts, reward_models, judges, tokenizer, network.config, config, run)
     if config.search.reward == "product" and config.search.center == "start":
         run.metric("center", answering.center(network))
     scores = []
@@ -133,14 +133,15 @@ class _Development:
     """Evaluation of candidate averages on development prompts: all sample with the same random numbers, and their answers are scored."""
 
     def __init__(
-        self, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], tokenizer: Tokenizer, config: AverageConfig,
-        run: StageRun,
+        self, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], tokenizer: Tokenizer, shape: ModelConfig,
+        config: AverageConfig, run: StageRun,
     ) -> None:  # fmt: skip
         from puna.models.generation import SamplingParams
 
         rows = sorted(prompts.read().to_pylist(), key=lambda row: str(row["id"]))
         bad = BadRows(config, "average")
-        questions = list(bad.render(rows, partial(prompt_ids, tokenizer)))
+        within = context_limit(shape, config.search.max_tokens)
+        questions = bad.examples(rows, partial(prompt_ids, tokenizer), lambda ids: len(ids) + config.search.max_tokens, within)
         bad.check_left(len(questions), f"{len(rows)} development prompts")
         if bad.dropped:
             bad.write(run)
@@ -151,9 +152,10 @@ class _Development:
         scorer = None if search.reward == "reward_model" else Scorer(self.rows, search.scoring, run, judges, needed="average")
         if search.reward != "verifier" and not reward_models:
             raise PunaError(f"average: search.reward={search.reward} needs a reward_model")
+        size = max(SCORED_TOKENS, max(map(len, self._ids)) + search.max_tokens)
         models = [] if search.reward == "verifier" else reward_models
         numbers = [load_model(one, "scalar", frozen=True)[0] for one in models]
-        self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, SCORED_TOKENS, search.floor, search.ensemble)
+        self._rewards = rewards_of(scorer, numbers, self.rows, self._ids, tokenizer, size, search.floor, search.ensemble)
         stop, seed = tokenizer.stop_ids, run.seed("development")
         self._checked = scorer is not None
         self.answers = self.tokens = 0

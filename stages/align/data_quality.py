@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -42,7 +42,9 @@ PHRASES = ("i'm sorry", "i apologize", "as an ai", "i cannot help", "certainly!"
 class Rules(StageConfig):
     """Rules for the text of an answer."""
 
-    phrases: tuple[str, ...] = Field(PHRASES, description="Overused phrases in lower case")
+    phrases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        PHRASES, description="Overused phrases; case and the form of an apostrophe do not matter"
+    )
     phrase_share: float = Field(0.01, ge=0, le=1, description="Maximum share of answers with the same phrase; the highest-scored are kept")
     max_emoji: int = Field(0, ge=0, description="Maximum number of emoji in an answer")
     max_exclamation_marks: int = Field(1, ge=0, description="Maximum number of exclamation marks in an answer")
@@ -89,8 +91,7 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
 
     `given_easy`, `given_medium` and `given_hard` count the rows that reach the quality rule, by difficulty (below 1/3, below 2/3, above);
     `kept_easy` and so on count the kept rows. `reward_and_judge`, `reward_only`, `judge_only` and `neither` count the rows with both a
-    reward and a grade by which of the two is good. The side table `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2),
-    `intentions`.
+    reward and a grade by which of the two is good. `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2), `intentions`.
     """
     if not instructions.rows():
         raise PunaError(f"data_quality: {instructions.id} has no instructions; the previous stage's `dropped` table says why")
@@ -152,9 +153,13 @@ def _answer(row: Row) -> str:
     return "\n".join(answer_texts(messages_of(row)))
 
 
-def _without_blanks(row: Row) -> tuple[str, ...]:
-    """Return each message of a conversation as JSON, with leading and trailing whitespace stripped from its content."""
-    return tuple(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row))
+def _plain(text: str) -> str:
+    return text.casefold().replace("’", "'")
+
+
+def _without_blanks(row: Row) -> tuple[str | None, ...]:
+    """Return a conversation's tools, and each of its messages as JSON, with whitespace around its content stripped."""
+    return (row["tools"], *(dump({**message, "content": content_of(message).strip()}) for message in messages_of(row)))
 
 
 def _best_first(row: Row) -> tuple[float, str]:
@@ -165,8 +170,9 @@ def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
     """Return a rule that limits each phrase to `phrase_share` x the number of `rows`; the lowest-scored answers with it are dropped."""
     verdicts: dict[str, Verdict] = {}
     most = rules.phrase_share * len(rows)
+    texts = {row["id"]: _plain(_answer(row)) for row in rows}
     for phrase in rules.phrases:
-        holders = sorted((row for row in rows if phrase in _answer(row).lower()), key=_best_first)
+        holders = sorted((row for row in rows if _plain(phrase) in texts[row["id"]]), key=_best_first)
         for row in holders[int(most) :]:
             verdicts.setdefault(row["id"], ("phrase", float(len(holders)), most, phrase))
     return lambda row: verdicts.get(row["id"])
@@ -193,7 +199,7 @@ def _text_rule(rules: Rules) -> Any:
 
 def _duplicate_rule(rows: Sequence[Row]) -> Any:
     """Return a rule that drops repeated conversations except the copy with the highest score."""
-    first_ids: dict[tuple[str, ...], str] = {}
+    first_ids: dict[tuple[str | None, ...], str] = {}
     for row in sorted(rows, key=_best_first):
         first_ids.setdefault(_without_blanks(row), row["id"])
 

@@ -149,7 +149,7 @@ def _fit(
     )  # fmt: skip
     settings = training.train_config(len(rows))
     answers = sum(len(example.answers) for row in rows for example in row)
-    run.metric("trained_answers", sampler.example_count(settings.steps) * answers / len(rows))
+    run.metric("trained_answers", training.batch_size * settings.steps * answers / len(rows))
     visited = sampler.visited_examples(settings.steps)
     examples = [example for column in zip(*(rows[i] for i in visited), strict=True) for example in column]
     values = reference.of(model, examples)

@@ -1,9 +1,7 @@
 """Preference pairs: two answers to a prompt, how much better the better answer is, and an edited answer.
 
-The annotator is simulated, so that every preference can be traced to the prompt's verifier. `draw_pairs` pairs the answers to a prompt.
-`quality` is the score by which the annotator ranks an answer. `judge` compares two answers and adds noise to their margin, since annotators
-make mistakes. A chosen answer that is wrong is edited into the reference, unless the rejected answer is the reference: one text cannot be
-both best and worst."""
+The annotator is simulated, so that every preference can be traced to the prompt's verifier. A chosen answer that is wrong is edited into
+the reference, unless the rejected answer is the reference: one text cannot be both best and worst."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from puna.stages.contract import Preferences, StageConfig, StageRun, stage
 from puna.stages.conversations import content_of, dump, message_of, messages_of
 from puna.stages.training.rankings import check_splits, read_preferences
 from puna.stages.verifiers.base import Question, is_correct
-from puna.stages.verifiers.registry import from_text, to_text
+from puna.stages.verifiers.registry import to_text
+from puna.stages.verifiers.texts import RegularExpression
 from puna.storage import PunaError
 
 REFUSAL = (
@@ -36,7 +37,7 @@ def refusal_prompts(preferences: list[Preferences], config: RefusalPromptsConfig
     both tasks, preferences that lack an answer, and preferences in which both answers refuse or neither does.
     """
     verifiers = {task: to_text("regex", pattern=config.pattern, absent=task == "borderline") for task in ("harmful", "borderline")}
-    check, blank = from_text(verifiers["harmful"]), Question("", "", "", None)
+    check, blank = RegularExpression(pattern=config.pattern), Question("", "", "", None)
     prompts: dict[str, list[dict[str, Any]]] = {}
     alike = 0
     check_splits(preferences)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
 
+from puna.models.training.packing import batch_by_size
 from puna.stages.align.instructions import answer_message, instruction
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
@@ -31,7 +33,9 @@ NO_REWARD_MODEL = "pick=reward_model needs a reward_model; give one, or set anot
 class RewardedConfig(BadRowsConfig):
     """Settings for scoring answers with reward models."""
 
-    micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer rows are dropped")
+    micro_batch_tokens: int = Field(
+        4096, ge=16, description="Maximum tokens per forward pass; a prompt that is longer with one answer (a pair: with both) is dropped"
+    )
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
 
 
@@ -124,15 +128,21 @@ def add_rewards(
     def render_candidates(row: Row) -> Example:
         return render(tokenizer, row, [[[answer_message(text) for text in texts[row["id"]]]]])
 
-    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
-    examples = bad.examples([asked[key] for key in candidates], render_candidates, len, limit)
+    limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its longest answer")
+    rows = [asked[key] for key in candidates]
+    rendered = bad.examples(rows, render_candidates, lambda one: len(one.prompt) + max(map(len, one.answers)), limit)
     if candidates:
-        bad.check_left(len(examples), f"{len(candidates)} prompts with answers")
+        bad.check_left(len(rendered), f"{len(candidates)} prompts with answers")
     members = [load_model(one, "scalar", frozen=True)[0] for one in reward_models]
-    numbers = [score_answers(one, [example for _, example in examples], config.micro_batch_tokens, run.progress) for one in members]
+    pieces = [
+        Example(one.prompt, some, [[True] * len(answer) for answer in some], [])
+        for _, one in rendered for some in batch_by_size(one.answers, len, limit.tokens - len(one.prompt))
+    ]  # fmt: skip
+    numbers = [chain.from_iterable(score_answers(one, pieces, limit.tokens, run.progress)) for one in members]
+    combined = (combine(some, config.ensemble) for some in zip(*numbers, strict=True))
     reward_of = {}
-    for (row, _), *rewards in zip(examples, *numbers, strict=True):
-        by_text = {text: combine(some, config.ensemble) for text, *some in zip(texts[row["id"]], *rewards, strict=True)}
+    for row, _ in rendered:
+        by_text = dict(zip(texts[row["id"]], combined, strict=False))
         reward_of[row["id"]] = [{**a, "reward": by_text[a["text"].strip()]} for a in candidates[row["id"]]]
     return reward_of
 

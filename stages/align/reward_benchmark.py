@@ -12,7 +12,7 @@ from puna.stages.align.rejection_sample import RewardedConfig, add_rewards
 from puna.stages.align.reward_model import score_answers
 from puna.stages.align.sample import read_answers
 from puna.stages.contract import Answers, Figure, Model, Preferences, Prompts, StageRun, stage
-from puna.stages.conversations import message_of
+from puna.stages.conversations import content_of, message_of
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.intervals import evaluation_row, mean, wilson
 from puna.stages.training.rankings import order, read_preferences
@@ -48,8 +48,7 @@ def reward_benchmark(
     `accuracy`; the accuracies of always choosing the longer (`always_longer`) or the shorter answer, in characters; the mean `margin`. The
     metric `subset_mean` weights all subsets equally. With `answers` and their `prompts`, means over prompts: `reward`, `spread` (standard
     deviation over a prompt's answers) and `best_reward`. If verifiers scored the answers, also the share of right answers among all
-    (`right`) and among the best by reward (`right_of_best`), and the share of prompts with any right answer (`right_of_any`). `scores`
-    holds each reward.
+    (`right`) and among the best by reward (`right_of_best`), and that of prompts with one (`right_of_any`). `scores` holds each reward.
     """
     if not preferences and answers is None:
         raise PunaError("reward_benchmark: there is nothing to score; give preferences or answers")
@@ -73,7 +72,6 @@ def _judge_pairs(
         if row["chosen"] is None or row["rejected"] is None:
             bad.drop(row, "one_sided", f"row {row['id']}: one of the two answers is missing, so there is nothing to compare")
     sides = [(row, [message_of(row, side) or {} for side in ("chosen", "rejected")]) for row in rows if row["chosen"] and row["rejected"]]
-    texts = {row["id"]: [str(message.get("content") or "") for message in messages] for row, messages in sides}
     pairs = {row["id"]: messages for row, messages in sides}
     limit = Limit(config.micro_batch_tokens, "micro_batch_tokens", "the prompt with its answers")
     questions = [row for row, _ in sides]
@@ -86,7 +84,7 @@ def _judge_pairs(
     judged = []
     for (row, _), *rewards in zip(examples, *numbers, strict=True):
         chosen, rejected = (combine(list(some), config.ensemble) for some in zip(*rewards, strict=True))
-        lengths = [len(text) for text in texts[row["id"]]]
+        lengths = [len(content_of(message)) for message in pairs[row["id"]]]
         judged.append(Judged(row["id"], row["task"], chosen, rejected, order(lengths[0] - lengths[1])))
     return judged
 

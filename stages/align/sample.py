@@ -21,7 +21,7 @@ from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
 from puna.stages.training.needs import chat_template
 from puna.stages.training.serving import DealtEngine, check_shared, load_served
-from puna.stages.training.train import load_model
+from puna.stages.training.train import context_limit, load_model
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct, score_ending
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
@@ -82,12 +82,15 @@ def sample(
     smaller model with the same tokenizer, for speculative decoding; it does not change the distribution of answers.
 
     A model's own sampling parameters come from its imported generation_config.json. Metrics record the parameters used, by name and model
-    (`temperature_DIGEST`). Prompts that a model's chat template rejects are in `dropped`; see `bad_rows`.
+    (`temperature_DIGEST`). Prompts that a model's chat template rejects, or that exceed its context with an answer of `max_tokens` (unless
+    `serving.window` is set), are in `dropped`; see `bad_rows`.
 
     Rows name a model by its data digest, which also seeds its sampling, so answers depend on a model's content but not on how it was made
     or on its position in `models`. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies. Prompts
     that an endpoint refuses are in `dropped` (`refused`). Raise PunaError if no model is given, no prompt is usable, or a model repeats.
     """
+    from puna.models.formats.checkpoint import read_config
+
     models = models or []
     if not models and not config.endpoints:
         raise PunaError("sample: there is nothing to sample from; give models or endpoints")
@@ -101,9 +104,11 @@ def sample(
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; give each model once")
     scorer = Scorer(rows, config.scoring, run, judges or ())
-    bad, spent = BadRows(config, "sample"), Counter[str]()
+    bad, spent, windowed = BadRows(config, "sample"), Counter[str](), config.serving.window is not None
     for number, model in enumerate(models):
-        questions = list(bad.render(rows, partial(prompt_ids, tokenizer_of(model))))
+        within = context_limit(read_config(model.path()), config.max_tokens)
+        ids_of = partial(prompt_ids, tokenizer_of(model))
+        questions = bad.examples(rows, ids_of, lambda ids: 0 if windowed else len(ids) + config.max_tokens, within)
         bad.check_left(len(questions), f"{len(rows)} prompts")
         spent.update(_answer(model, questions, scorer, config, run, number, len(models), draft))
     for endpoint in config.endpoints:

@@ -1,8 +1,7 @@
 """Synthetic training data: problems and answers from a model, kept only if a check confirms them.
 
-As in Llama 3, section 4.3, a model writes problems similar to the examples and answers each several times. Code is checked by running its
-tests, maths by the agreement of answers, and given prompts by their verifiers. If no answer is right, the model gets the check's message
-and tries again."""
+As in Llama 3, section 4.3, a model writes problems similar to the examples and answers each several times. Tests check code, agreement of
+answers checks maths, verifiers check given prompts. If no answer is right, the model gets the check's message and tries again."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from puna.stages.training.turns import TurnsConfig, in_turns, turns_of, with_too
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct
 from puna.stages.verifiers.extraction import final_answer
 from puna.stages.verifiers.judges import Tools
-from puna.stages.verifiers.python_code import program
+from puna.stages.verifiers.python_code import Code, program
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer, verifiers_named
 from puna.stages.verifiers.tools import FAILED
@@ -192,7 +191,7 @@ class Writer:
         """Return row id → texts sampled from `network`. Rejected and too long rows go to `bad` and have no entry."""
         from puna.models.generation import Engine, SamplingParams
 
-        config, within = self._config, context_limit(network, self._config.max_tokens)
+        config, within = self._config, context_limit(network.config, self._config.max_tokens)
         requests = bad.examples(rows, lambda row: prompt_ids(tokenizer, row), lambda ids: len(ids) + config.max_tokens, within)
         params = SamplingParams(n=count, temperature=config.temperature, max_tokens=config.max_tokens, stop=tokenizer.stop_ids, seed=seed)
         progress = partial(self._run.progress, note=purpose)
@@ -279,14 +278,15 @@ def _note(number: int, runs: set[tuple[str, ...]], having: dict[tuple[str, ...],
 def _with_tests(problems: Sequence[Row], writer: Writer, config: SynthesizeConfig, run: StageRun) -> list[Row]:
     """Add tests written by the model to the problems. Drop tests that pass without a solution, then problems with too few tests."""
     requests = [{**row, "messages": asking(TESTS.format(problem=as_text(messages_of(row))))} for row in problems]
-    lines = [assertions(texts[0].text) if texts else [] for texts in writer.write(requests, 1, "tests")]
-    alone = [{**row, "verifier": to_text("code", tests=[line])} for row, some in zip(problems, lines, strict=True) for line in some]
+    written = zip(problems, writer.write(requests, 1, "tests"), strict=True)
+    lines = [(row, assertions(texts[0].text)) for row, texts in written if texts]  # the writer drops a row without a text
+    alone = [{**row, "verifier": to_text(Code.name, tests=[line])} for row, some in lines for line in some]
     scores = iter(Scorer(alone, config.scoring, run).scores([(row, "pass") for row in alone]) if alone else ())
     results = []
-    for row, some in zip(problems, lines, strict=True):
+    for row, some in lines:
         telling = [line for line in some if next(scores).value == 0]
         if len(telling) >= config.min_tests:
-            results.append({**row, "verifier": to_text("code", tests=telling)})
+            results.append({**row, "verifier": to_text(Code.name, tests=telling)})
         else:
             writer.dropped.append(_drop(row, "tests", float(len(telling)), float(config.min_tests), as_text(messages_of(row))))
     return results

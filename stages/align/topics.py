@@ -51,8 +51,7 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     their probabilities.
 
     The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two baselines are measured in the same
-    way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words. The accuracies hold only for
-    requests similar to the labelled examples."""
+    way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words."""
     rows = sorted(instructions.read().to_pylist(), key=lambda row: str(row["id"]))
     exemplars = sorted((row for one in labelled for row in one.read().to_pylist()), key=lambda row: (str(row["id"]), row["messages"]))
     names = sorted({row["task"] for row in exemplars})
@@ -65,8 +64,9 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
     def render_prompt(row: dict[str, Any]) -> Example:
         return Example(render_conversation(tokenizer, row)[0].prompt, [[]], [[]], [])
 
-    taught = BadRows(config, "topics").examples(exemplars, render_prompt, len, limit)
-    bad = BadRows(config, "topics")
+    bad, unusable = BadRows(config, "topics"), BadRows(config, "topics")
+    taught = unusable.examples(exemplars, render_prompt, len, limit)
+    unusable.check_left(len(taught), f"{len(exemplars)} labelled examples")
     requests = bad.examples(rows, render_prompt, len, limit)
     vectors = embed([example for _, example in (*taught, *requests)], network, config.micro_batch_tokens, run.scratch / "states")
     examples = [

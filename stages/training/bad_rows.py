@@ -80,7 +80,8 @@ class BadRows:
         if left:
             return
         counts = ", ".join(f"{count} {rule}" for rule, count in sorted(Counter(row["rule"] for row in self.dropped).items()))
-        raise PunaError(f"{self._stage}: none of the {what} can be used ({counts}). The first: {self.dropped[0]['detail']}")
+        reason = f" ({counts}). The first: {self.dropped[0]['detail']}" if self.dropped else ": there are none"
+        raise PunaError(f"{self._stage}: none of the {what} can be used{reason}")
 
     def write(self, run: StageRun) -> None:
         """Write the table `dropped`, and counts of all dropped rows as metrics, for stages whose output rows are not their input rows."""

@@ -95,10 +95,7 @@ def mean(values: Sequence[float]) -> Interval:
 
 
 def paired_difference(one: Mapping[str, float], other: Mapping[str, float]) -> Interval:
-    """Return the mean difference one - other over the common items, with Student's interval. Raise ValueError if there are none.
-
-    For two models on the same prompts, this interval is usually narrower than an unpaired one, because the prompts' difficulty cancels out.
-    """
+    """Return the mean difference one - other over the common items, with Student's interval. Raise ValueError if there are none."""
     both = sorted(set(one) & set(other))
     if not both:
         raise ValueError("paired_difference needs items that are in both mappings")

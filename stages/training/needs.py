@@ -70,8 +70,7 @@ def memory(
     model: Artifact | ModelConfig | None = None, generate: int = 0, **used: object,
 ) -> list[str]:  # fmt: skip
     """Return an error message if a training layout is not supported (see `Layout.refusal` for `used`), or if the free memory, if known,
-    cannot hold `parameters` of `bytes_each` bytes in each process on this machine. Activations are not counted. `model`: its artifact or
-    shape."""
+    cannot hold `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`: artifact or shape."""
     copies = Layout(data=1 if compute is None else max(1, ranks.count() - generate))
     layout = compute.layout if compute is not None and compute.layout.axes else copies
     here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.processes)

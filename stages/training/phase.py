@@ -25,8 +25,7 @@ SHAPE = ModelShape(
 """Shape of a model that can be trained in minutes on a CPU."""
 OPTIMIZER = OptimizerSettings(beta2=0.98)
 Source = Literal["initial", "fresh", "long", "best"]
-"""Names of the tokens that a phase reads, after the step that makes them: `tokenize`, `tokenize_fresh`, `tokenize_long`,
-`tokenize_best`."""
+"""Names of the tokens that a phase reads, after the steps that make them: `tokenize` (initial), `tokenize_fresh` and so on."""
 Places = dict[tuple[str, int], tuple[int, int]]
 """(name of tokens, number of packed rows joined into one) → (seed of the rows' order, rows read so far)."""
 
@@ -111,8 +110,7 @@ class Phase(StageConfig):
         return {self.tokens, *(pair.tokens for pair in self.ramp if pair.tokens)}
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int, Source]], int, int]:
-        """Return (first step, rows per step, length, tokens) of each part between changes, the tokens read before the last part, and its
-        first step."""
+        """Return (first step, rows, length, tokens) of each part between changes; the tokens read before the last part; its first step."""
         changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
             # A part begins with the first step that starts after `after_tokens` tokens.

@@ -75,7 +75,10 @@ def sum_logprobs(
 
 
 def stored_logprobs(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:
-    """Return answer id → log-probability under `model` in the training precision, as `reference_logprobs` stored it with `preferences`."""
+    """Return answer id → log-probability under `model` in the training precision, as `reference_logprobs` stored it with `preferences`.
+    It is empty if training quantises the matrices, since the reference then has other values."""
+    if config.quantization != "none":
+        return {}
     name = name_of(model, config.mask_format, training_precision(config.training.compute, run))
     tables = [artifact.read("scores").to_pylist() for artifact in preferences if "scores" in artifact.tables]
     return {row["id"]: row["value"] for rows in tables for row in rows if row["name"] == name}

@@ -74,8 +74,7 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
 
 
 EXPONENTS = (0.05, 0.5)
-"""Bounds of both exponents (published: .08 to .4). Otherwise few points may also fit steep powers over a high floor, which forecast
-badly."""
+"""Bounds of both exponents (published: .08 to .4). Else few points may also fit steep powers over a high floor, which forecast badly."""
 
 
 def _starts(level: float, joint: float) -> Floats:
@@ -205,8 +204,7 @@ class Forecaster:
     backtests: tuple[Backtest, ...]
 
     def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the predicted loss of a run and the 95 % interval from bootstrapped residuals and seeds, assuming the surface's form is
-        right."""
+        """Return the predicted loss of a run and the 95 % interval of bootstrapped residuals and seeds, if the surface's form is right."""
         value = float(self.surface([parameters], [tokens])[0, 0])
         samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
         low, high = np.quantile(samples, [0.025, 0.975])

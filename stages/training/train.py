@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from puna.models.config import ModelConfig
 from puna.models.training.packing import pack
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.settings import ComputeSettings, TrainConfig, TrainingSettings
@@ -109,10 +110,10 @@ def row_limit(training: TrainingSettings) -> Limit:
     return Limit(training.compute.micro_batch_tokens, "training.compute.micro_batch_tokens")
 
 
-def context_limit(model: Transformer, max_tokens: int) -> Limit:
-    """Return the limit of a prompt with an answer of `max_tokens`: the model's maximum context."""
+def context_limit(model: ModelConfig, max_tokens: int) -> Limit:
+    """Return the limit of a prompt with an answer of `max_tokens`: the maximum context of a model of this shape."""
     what = f"the prompt with an answer of max_tokens={max_tokens}"
-    return Limit(model.config.max_position_embeddings, "the model's max_position_embeddings", what, "lower max_tokens")
+    return Limit(model.max_position_embeddings, "the model's max_position_embeddings", what, "lower max_tokens")
 
 
 def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
@@ -135,7 +136,7 @@ def training_prompts(
     rows = [one for one in given if one["split"] == "train"]
     within = row._replace(what=f"the prompt with {answers} answers of max_tokens={max_tokens}")
     rendered = bad.examples(
-        rows, lambda one: prompt_ids(tokenizer, one), lambda ids: len(ids) + max_tokens, context_limit(model, max_tokens),
+        rows, lambda one: prompt_ids(tokenizer, one), lambda ids: len(ids) + max_tokens, context_limit(model.config, max_tokens),
         (lambda ids: len(ids) + answers * max_tokens, within),
     )  # fmt: skip
     if rows:
@@ -159,8 +160,6 @@ def frozen_dtype() -> torch.dtype:
 
 SMALL = 8_000_000
 """Number of parameters below which a model runs fastest on one CPU thread, since more threads would mostly wait."""
-
-
 _large: weakref.WeakSet[Transformer] = weakref.WeakSet()
 
 

@@ -261,8 +261,7 @@ class Constraints(BoundedVerifier):
     """Score 1 if the answer follows all instructions, else 0; with `partial`, the share of instructions that it follows.
 
     `instruction_id_list` and `kwargs` are the fields of a row in IFEval's file (Zhou et al., arXiv 2311.07911), unchanged. An empty answer
-    follows no instruction. IFEval uses NLTK for sentences and langdetect for languages, Puna rules and fastText's classifier, so some
-    answers are judged differently.
+    follows no instruction. For sentences and languages, Puna's rules and classifier differ from IFEval's NLTK and langdetect.
     """
 
     name: ClassVar[str] = "constraints"

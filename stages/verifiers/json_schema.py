@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Container, Iterator
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
@@ -20,8 +22,9 @@ class JsonSchema(Verifier):
     """Score 1 if the answer or its last code block is JSON (RFC 8259) that the schema accepts, else 0 with the first error and its
     location.
 
-    The draft is given by `$schema`, else 2020-12. Formats are checked; a schema with an unknown format is rejected. Nothing is fetched: a
-    `$ref` must point into the schema or to a draft's schemas. A pattern that takes too long on an answer gives no score."""
+    The draft is given by `$schema`, else 2020-12. Formats are checked. A schema with an unknown format, a keyword of another draft or a
+    misspelt keyword is rejected, since it would check nothing. Nothing is fetched: a `$ref` must point into the schema or to a draft's
+    schemas. A pattern that takes too long on an answer gives no score."""
 
     name: ClassVar[str] = "json_schema"
 
@@ -38,6 +41,7 @@ class JsonSchema(Verifier):
 
     @model_validator(mode="after")
     def _schema_is_one(self) -> JsonSchema:
+        from jsonschema import validators
         from jsonschema.exceptions import SchemaError
 
         if isinstance(self.json_schema, dict) and not isinstance(self.json_schema.get("$schema", ""), str):
@@ -48,8 +52,14 @@ class JsonSchema(Verifier):
             raise ValueError(f"json_schema{_place(error)}: {error.message[:300]}") from error
         if broken := _unresolved_reference(self.json_schema, self.validator):
             raise ValueError(f"json_schema: $ref {broken!r} cannot be resolved to a schema: nothing is fetched, so define it below $defs")
+        every = {name for kind in vars(validators).values() for name in getattr(kind, "VALIDATORS", ())} | {*BESIDE}
+        keywords, own = list(_keywords(self.json_schema, every)), {*self.validator.VALIDATORS, *BESIDE}
+        for key in (key for key, _ in keywords if key not in own and not key.startswith("x-")):
+            # Other unknown keywords are annotations, but the author of such a keyword expects a check.
+            if close := [key] if key in every else get_close_matches(key, sorted(every), 1, 0.8):
+                raise ValueError(f"json_schema: the draft has no keyword {key!r}" + (f"; did you mean {close[0]!r}?" * (close != [key])))
         checkers = self.validator.format_checker.checkers
-        if unknown := sorted(set(_formats(self.json_schema)) - set(checkers)):
+        if unknown := sorted({value for key, value in keywords if key == "format" and isinstance(value, str)} - set(checkers)):
             raise ValueError(f"json_schema: the format {unknown[0]!r} cannot be checked; use {', '.join(sorted(checkers))}")
         return self
 
@@ -118,14 +128,20 @@ def _unresolved_reference(schema: Any, validator: Any) -> str | None:
     return first(schema, False)
 
 
-def _formats(schema: Any, named: bool = False) -> list[str]:
-    """Return the formats that a schema uses. `named`: the keys of `schema` are names (for example of properties), not keywords."""
-    if isinstance(schema, list):
-        return [format for part in schema for format in _formats(part)]
-    if not isinstance(schema, dict):
-        return []
-    own = [] if named else [schema["format"]] if isinstance(schema.get("format"), str) else []
-    for key, part in schema.items():
-        if named or key not in ("enum", "const", "default", "examples"):
-            own += _formats(part, not named and key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-    return own
+VALUES = ("enum", "const", "default", "examples")
+"""Keywords whose values are no schemas."""
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies")
+"""Keywords whose values' keys are names."""
+BESIDE = ("$defs", "definitions", "then", "else", "minContains", "maxContains", "required")
+"""Keywords that act through others (`required`: in draft 3)."""
+
+
+def _keywords(schema: Any, known: Container[str], named: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the keywords of a schema with their values, but not those inside unknown keywords. `named`: the keys of `schema` are names."""
+    for part in schema if isinstance(schema, list) else ():
+        yield from _keywords(part, known)
+    for key, part in schema.items() if isinstance(schema, dict) else ():
+        if not named:
+            yield key, part
+        if named or (key in known and key not in VALUES):
+            yield from _keywords(part, known, not named and key in NAMED)

@@ -20,8 +20,6 @@ DIGITS = 400  # maximum digits and exponent of a number: without limits, exact a
 SPACES = "\u00a0\u2009\u202f"
 FRACTION = r"\\[dt]?frac\{\s*(?P<top>[-−]?[\d.,]{1,400})\s*\}\{\s*(?P<bottom>[\d.,]{1,400})\s*\}"
 POWER = r"\s?(?:\\times|\\cdot|×|·|\*)\s?10\s?(?:\^|\*\*)\s?\{?\s?(?P<power>[-−+]?\d{1,9})\s?\}?"
-
-
 RAISED = r"(?:\s?\^\s?\{?\s?|\*\*)(?P<raised>[-−+]?\d{1,9})\s?\}?"
 IS_POWER = r"(?<!\^)(?<!\^[-−+{ ])(?<!\^\{[-−+])(?<![\w)\]}]\*\*)(?<![\w)\]}]\*\*[-−+])"
 """A look-behind that keeps a match from starting at an exponent."""
@@ -135,7 +133,7 @@ def _pattern(decimal: Decimal) -> re.Pattern[str]:
     plain = rf"(?:\d{{1,3}}(?:{group}\d{{3}}){{1,100}}(?!\d)|\d{{1,{DIGITS}}}(?!\d))(?:{point}\d{{1,{DIGITS}}})?|{point}\d{{1,{DIGITS}}}"
     # A hyphen after a letter, a digit or a bracket is not a sign.
     return re.compile(
-        rf"(?<![\w.]){IS_POWER}(?P<sign>(?<![\w)\]}}])[-−+]?)?"
+        rf"(?<![\w.]){IS_POWER}(?P<sign>(?<![\w)\]}}])[-−–+]?)?"
         rf"(?:(?P<whole>\d{{1,9}})?\s?{FRACTION}|(?P<mixed>\d{{1,9}})\s(?P<up>\d{{1,9}})/(?P<down>\d{{1,9}})(?![\d/])"
         rf"|(?P<number>{plain})(?:[eE](?P<e>[-−+]?\d{{1,9}})(?!\w)|{POWER}|{RAISED}|/(?P<over>\d{{1,{DIGITS}}})(?![\d/]))?)"
     )
@@ -159,7 +157,7 @@ def _value(found: re.Match[str], decimal: Decimal) -> Fraction | None:
             value = value**power * Fraction(10) ** exponent / int(found["over"] or 1)
     except (ZeroDivisionError, ValueError):
         return None
-    return -value if (found["sign"] or "") in ("-", "−") else value
+    return -value if (found["sign"] or "") in ("-", "−", "–") else value
 
 
 def _plain(text: str, decimal: Decimal) -> Fraction:

@@ -60,13 +60,12 @@ class Scorer:
     """A scorer of answers to a stage's prompts.
 
     The constructor raises PunaError if a prompt's verifier is invalid, or needs a model that is not in `judges` or a sandbox that this
-    machine lacks. With `needed`, it also raises PunaError if a prompt has no verifier.
+    machine lacks. With `needed`, the beginning of the error, it also raises PunaError if a prompt has no verifier.
     """
 
     def __init__(
         self, prompts: Sequence[Row], config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = (), *, needed: str | None = None
     ) -> None:
-        """Check all prompts. `needed`: the beginning of the error if a prompt has no verifier; None: verifiers are optional."""
         self._tools = Tools(config, run, judges)
         self._run = run
         self.failures: tuple[int, str] = 0, ""

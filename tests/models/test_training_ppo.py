@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from puna.models.config import ModelConfig
+from puna.models.generation import Completion
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
 from puna.models.training.ppo import train_grpo, train_ppo
@@ -95,6 +98,13 @@ def test_group_advantages_by_hand(baseline: str):
         assert found[0].tolist() == [-2.0, -1.0, 0.0, 3.0]
     else:  # deviations -2 -1 0 3: their squares add up to 14, over n - 1
         assert found[0].tolist() == pytest.approx([d / math.sqrt(14 / 3) for d in (-2, -1, 0, 3)], rel=1e-5)
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "mean", "rloo"])
+def test_equal_rewards_give_no_advantage(baseline: str):
+    for count, reward in itertools.product((2, 3, 7, 8, 12), (0.1, 0.3, 0.7, 1 / 3, -8.437, 12.3, 100.1)):
+        assert not o.group_advantages(torch.full((2, count), reward), baseline).any(), (count, reward)
+        assert not o.step_advantages([[(2, reward)]] * count, baseline).any(), (count, reward)
 
 
 def test_step_advantages_by_hand():
@@ -306,6 +316,18 @@ def test_the_reward_models_scores_do_not_depend_on_the_rows():
         for completion, score in zip(row, scores, strict=True):
             alone = o.Targets.from_answers([prompt], [[completion.tokens]])
             assert score == pytest.approx(o.answer_rewards(made, alone).item(), abs=1e-5)
+
+
+def test_equal_answers_have_equal_rewards():
+    """Rounding depends on an answer's place in its row, and a group's deviation would magnify the differences."""
+    wide = Transformer(CONFIG.replace(hidden_size=160, num_attention_heads=8), "scalar", seed=0)
+    torch.nn.init.normal_(wide.score.weight, generator=torch.Generator().manual_seed(1))
+    score, random = reward_model_scorer(wide), np.random.default_rng(0)
+    for size in range(1, 12):
+        prompt, answer, other = (random.integers(1, 12, size + extra).tolist() for extra in (20, 0, 0))
+        rows = [[Completion(one, [0.0] * size, True) for one in (answer, other, answer, answer, answer, other)]] * 2
+        for rewards in score([prompt, prompt[:3]], rows):
+            assert len(set(rewards)) <= 2 and rewards[0] == rewards[2] == rewards[3] == rewards[4] and rewards[1] == rewards[5]
 
 
 @pytest.mark.parametrize("wrong", [{"rollouts": 0}, {"minibatches": 9}, {"lam": 1.5}, {"kl_coefficient": -1.0}])

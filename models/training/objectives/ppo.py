@@ -35,9 +35,11 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
     Ahmadian et al. 2024). Equal rewards give 0. ``grpo`` and ``rloo`` need n >= 2.
     """
     count = rewards.shape[1]
-    centred = rewards - rewards.mean(1, keepdim=True)
+    # The mean of equal rewards may differ from them by rounding; that of their differences is exactly 0.
+    differences = rewards - rewards[:, :1]
+    centred = differences - differences.mean(1, keepdim=True)
     if baseline == "grpo":
-        return centred / (rewards.std(1, keepdim=True) + epsilon)
+        return centred / (differences.std(1, keepdim=True) + epsilon)
     return centred * (count / (count - 1)) if baseline == "rloo" else centred
 
 

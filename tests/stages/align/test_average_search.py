@@ -36,6 +36,15 @@ def opinions(config: TinyConfig, run: StageRun) -> None:
     save(Transformer(sizes, "scalar", seed=config.seed), run.folder, tokenizer)
 
 
+@stage(kind="model", version="1")
+def patient(config: TinyConfig, run: StageRun) -> None:
+    """Write `tiny` with a longer context."""
+    tiny.function(config, run)
+    network = load(run.folder)
+    network.config = network.config.replace(max_position_embeddings=1 << 15)
+    save(network, run.folder, Tokenizer.load(run.folder))
+
+
 @pytest.mark.parametrize(("models", "steps"), [(1, 3), (2, 4), (3, 4), (4, 2)])
 def test_the_grid_is_every_way_to_share_out_the_even_ones_first(models: int, steps: int) -> None:
     found = list(grid(models, steps))
@@ -125,6 +134,21 @@ def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_p
     assert (made.manifest.metrics["weight_1"], made.manifest.metrics["weight_2"]) == pytest.approx(best)
     with pytest.raises(PunaError, match="search.reward=product needs a reward_model"):
         execute(average, config, {"models": models, "prompts": questions}, store)
+
+
+@pytest.mark.parametrize("context", [2048, 1 << 15])
+def test_a_long_development_prompt_ends_no_search(tmp_path: Path, tiny_model: Callable[..., Artifact], context: int) -> None:
+    """Beyond the model's context it is dropped; within, it may be longer than the rows that a reward model otherwise scores."""
+    store = Store.open(tmp_path)
+    models = [execute(patient, TinyConfig(seed=seed), {}, store) if context > 2048 else tiny_model(store, seed) for seed in (0, 1)]
+    judge = execute(opinions, TinyConfig(seed=3), {}, store)
+    rows = development(store, "[a-m]").read().to_pylist()[:2]
+    rows[0]["messages"] = asking("q9z " * 2300)
+    questions = store.import_table("prompts", pa.Table.from_pylist(rows, schema=table_schema("prompts").schema))
+    config = parse(AverageConfig, {"search": {"steps": 1, "max_tokens": 2, "reward": "reward_model"}}, "")
+    made = execute(average, config, {"models": models, "prompts": questions, "reward_model": judge}, store)
+    assert made.manifest.metrics["development_prompts"] == 1 + (context > 2048)
+    assert made.manifest.metrics.get("dropped_too_long", 0) == (context == 2048)
 
 
 def test_without_a_choice_all_weigh_the_same(tmp_path: Path, tiny_model: Callable[..., Artifact]) -> None:

@@ -13,6 +13,7 @@ from puna.stages.align.data_quality import DataQualityConfig, data_quality
 from puna.stages.align.dpo import DpoConfig, dpo
 from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import execute
 from puna.stages.conversations import answering, asking, dump
@@ -116,6 +117,18 @@ def test_ppo_asks_the_others(tmp_path: Path, tiny_model: Tiny) -> None:
         execute(ppo, PpoConfig(reward="verifier", **whole), given, store)
     with pytest.raises(PunaError, match="has 3 training prompts, 1 of them dropped"):
         execute(ppo, PpoConfig(reward="verifier", **{**sizes, "prompts": 3}), given, store)
+
+
+def test_prompts_beyond_the_context_are_not_answered(tmp_path: Path, tiny_model: Tiny) -> None:
+    """The model has 2048 positions; what it would write behind them is noise. With a window, positions do not grow."""
+    store = Store.open(tmp_path)
+    rows = [{**GIVEN, "id": name, "messages": asking(text)} for name, text in {"a": "say 1", "b-long": "1 + 2 - 3 " * 700}.items()]
+    given = {"models": tiny_model(store), "prompts": table(store, "prompts", rows)}
+    made = execute(sample, SampleConfig(answers=2, max_tokens=2), given, store)
+    assert {row["prompt_id"] for row in made.read().to_pylist()} == {"a"}
+    assert [(row["id"], row["rule"], row["threshold"]) for row in made.read("dropped").to_pylist()] == [("b-long", "too_long", 2048.0)]
+    made = execute(sample, SampleConfig(answers=1, max_tokens=2, serving={"window": 512, "sinks": 16}), given, store)
+    assert made.rows() == 2 and made.rows("dropped") == 0
 
 
 def test_one_clear_error_where_nothing_is_left(tmp_path: Path, tiny_model: Tiny) -> None:

@@ -80,6 +80,19 @@ def test_a_phrase_may_stay_in_its_share_and_the_best_scored_stay() -> None:
     assert all(judge(r) is None for r in rows[5:])
 
 
+@pytest.mark.parametrize("phrase", ["i'm sorry", "I'm Sorry", "i’m sorry"])
+def test_a_phrase_is_found_in_any_case_and_with_either_apostrophe(phrase: str) -> None:
+    judge = _phrase_rule(rows := [row("a", "I’m sorry, no"), row("b", "I'M SORRY"), row("c")], Rules(phrases=(phrase,), phrase_share=0))
+    assert [judge(one) is None for one in rows] == [False, False, True]
+    with pytest.raises(ValueError, match="at least 1 character"):
+        Rules(phrases=("",))
+
+
+def test_conversations_with_other_tools_are_no_duplicates() -> None:
+    judge = _duplicate_rule(rows := [row("a"), row("b") | {"tools": '[{"name": "search"}]'}, row("c")])
+    assert [judge(one) is None for one in rows] == [True, True, False]
+
+
 def test_duplicates_keep_the_best_scored() -> None:
     rows = [row("a", "1", score=0.1), row("b", "1 ", score=0.9), row("c", "2"), row("d", "1", prompt="other")]
     judge = _duplicate_rule(rows)

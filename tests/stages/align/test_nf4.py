@@ -16,6 +16,7 @@ from puna.models.formats.checkpoint import load, save
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
 from puna.stages.align.dpo import DpoConfig, dpo
+from puna.stages.align.reference_logprobs import ReferenceLogprobsConfig, reference_logprobs
 from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sft import SftConfig, sft
@@ -114,6 +115,10 @@ def test_training_is_that_of_adapters_beside_the_unpacked_matrices(tmp_path: Pat
         # The reference is the policy at the start of training, including its 4-bit matrices.
         assert made.manifest.metrics["first_margin"] == pytest.approx(0, abs=1e-6)
         assert made.manifest.metrics["heldout_margin"] == pytest.approx(expected.manifest.metrics["heldout_margin"], abs=1e-5)
+        # Values that were stored for the model before its conversion to 4 bits are not those of the reference.
+        stored = [execute(reference_logprobs, ReferenceLogprobsConfig(), {"model": start, "preferences": one}, store) for one in data["preferences"]]
+        again = execute(stage_, config(**settings("nf4")), {"model": start, "preferences": stored}, store)
+        assert again.data_digest == made.data_digest and again.manifest.metrics["first_margin"] == pytest.approx(0, abs=1e-6)
 
 
 @nf4

@@ -87,3 +87,10 @@ def test_something_is_given(tmp_path: Path, tiny_model: Tiny) -> None:
     store = Store.open(tmp_path)
     with pytest.raises(PunaError, match="give preferences or answers"):
         execute(reward_benchmark, RewardedConfig(), {"reward_model": [tiny_model(store)]}, store)
+
+
+def test_preferences_without_rows_are_named(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"reward_model": [tiny_model(store)], "preferences": [table(store, "preferences", [])]}
+    with pytest.raises(PunaError, match="none of the 0 pairs can be used: there are none"):
+        execute(reward_benchmark, RewardedConfig(), given, store)

@@ -242,6 +242,20 @@ def test_the_best_by_reward_is_picked_and_agreement_counted(tmp_path: Path, tiny
             assert values["reward"] < best["score"]
 
 
+def test_answers_need_not_fit_into_one_row(tmp_path: Path, tiny_model: Tiny) -> None:
+    """Otherwise prompts with many or long answers would be dropped. Only a prompt that is too long with one answer is."""
+    store = Store.open(tmp_path)
+    questions = asked(store)
+    texts = [("no " * count, True) for count in (1, 2, 3, 4, 5, 6, 20)]
+    inputs = {"answers": answers(store, questions, {"A": texts}), "reward_model": scorer(store, tiny_model(store)), "prompts": questions}
+    wide, narrow = (execute(rejection_sample, RejectionSampleConfig(micro_batch_tokens=most), inputs, store) for most in (4096, 128))
+    rewards, parts = ({row["id"]: row["value"] for row in made.read("scores").to_pylist() if row["name"] == "reward"} for made in (wide, narrow))
+    assert len(rewards) == 6 * (1 + len(texts)) and parts == pytest.approx(rewards, abs=1e-4)
+    assert narrow.read()["messages"].equals(wide.read()["messages"]) and narrow.rows("dropped") == 0
+    with pytest.raises(PunaError, match="the prompt with its longest answer has 115 tokens"):
+        execute(rejection_sample, RejectionSampleConfig(micro_batch_tokens=96), inputs, store)
+
+
 def test_the_reward_model_ranks_right_answers_alone(tmp_path: Path, tiny_model: Tiny) -> None:
     """Each prompt's right answer among all numbers; without `correct` the two answers with the highest rewards, each text once."""
     store = Store.open(tmp_path)

@@ -143,3 +143,12 @@ def test_agreement_by_its_definition() -> None:
     assert score_agreement(["perhaps"], 0.5)[0].detail == NO_ANSWER
     assert assertions("```python\nassert a(1)\n  assert a(1)\nx = 1\n```\nassert b") == ["assert a(1)"]
     assert trigrams("One two, THREE four") == {("one", "two", "three"), ("two", "three", "four")} and trigrams("?!") == set()
+
+
+def test_a_problem_without_room_for_its_tests_is_dropped_once(tmp_path: Path, tiny_model: Tiny, scripted: Callable[[Script], list[str]]) -> None:
+    store = Store.open(tmp_path)
+    questions = asked(store, [{"messages": asking("Write a function half(x) that halves a number.")}])
+    scripted(lambda prompt, n: [" ".join(f"w{i}" for i in range(3000))])
+    made = execute(synthesize, SynthesizeConfig(problems="code", count=1), {"model": tiny_model(store), "prompts": questions}, store)
+    assert made.rows() == 0 and [row["rule"] for row in made.read("dropped").to_pylist()] == ["too_long"]
+    assert "dropped_tests" not in made.manifest.metrics

@@ -130,3 +130,10 @@ def test_a_stopped_fit_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
     assert load_record(tmp_path)["done"] >= 1 and done < everything
     assert np.array_equal(fit(examples, classes, 1e-5, tmp_path), whole)
     assert evaluations == everything - done, "what was done is not done again"
+
+
+def test_labelled_examples_that_do_not_fit_are_named(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    given = {"instructions": asked(store, 2, "new "), "labelled": asked(store, 5), "model": tiny_model(store)}
+    with pytest.raises(PunaError, match=r"topics: none of the 15 labelled examples can be used \(15 too_long\)"):
+        execute(topics, TopicsConfig(micro_batch_tokens=16), given, store)

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pytest
 
 from puna.stages import plugins
+from puna.stages.align.refusal_prompts import refusal_prompts
 from puna.stages.align.sample import SampleConfig, sample
+from puna.stages.align.synthesize import synthesize
 from puna.stages.contract import Prompts, StageConfig, StageRun, identify, stage
 from puna.stages.conversations import asking
 from puna.stages.identity import code, sources
@@ -96,6 +98,11 @@ def asking_stage(prompts: list[Prompts], config: AskingConfig, run: StageRun) ->
 
 def key(prompts: Artifact) -> str:
     return identify(asking_stage, AskingConfig(), {"prompts": [prompts]}).key
+
+
+def test_stages_that_give_prompts_a_verifier_and_run_it_follow_its_code() -> None:
+    assert "puna.stages.verifiers.texts.RegularExpression" in code.symbols(refusal_prompts)
+    assert "puna.stages.verifiers.python_code.Code" in code.symbols(synthesize)
 
 
 def test_each_stage_follows_its_prompts_verifiers_alone() -> None:

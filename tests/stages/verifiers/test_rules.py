@@ -46,7 +46,7 @@ def test_extraction_takes_any_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("1,234.5", [Fraction("1234.5")]), ("-4", [-4]), ("−4", [-4]), ("10-3", [10, 3]), ("3/4", [Fraction(3, 4)]), ("1 1/2", [Fraction(3, 2)]),
+        ("1,234.5", [Fraction("1234.5")]), ("-4", [-4]), ("−4", [-4]), ("–4", [-4]), ("10-3", [10, 3]), ("10–3 – 2", [10, 3, 2]), ("3/4", [Fraction(3, 4)]), ("1 1/2", [Fraction(3, 2)]),
         (r"-\frac{1}{2}", [Fraction(-1, 2)]), (r"2\frac{1}{2}", [Fraction(5, 2)]), ("1.5e3", [1500]), (r"2 \times 10^{3}", [2000]),
         ("$12.50", [Fraction(25, 2)]), ("1,2,3", [1, 2, 3]), ("1e999999999", []), ("9" * 500, []), ("1/0", []), ("v2 x3", []),
         ("10^5", [100_000]), ("10^{-2}", [Fraction(1, 100)]), ("2**10", [1024]), ("-2^2", [-4]), ("x^2 = 9", [9]), ("x**2 + y^{-3}", []), ("9^999999999", []),
@@ -110,6 +110,8 @@ def test_json_schema_agrees_with_jsonschema() -> None:
         ('{"name": "json_schema", "json_schema": {"items": {"$ref": "http://example.com/x.json"}}}', "cannot be resolved to a schema"),
         ('{"name": "json_schema", "json_schema": {"$ref": "#/$defs/b", "$defs": {"a": {}}}}', "cannot be resolved to a schema"),
         ('{"name": "json_schema", "json_schema": {"$ref": "#/const", "const": 3}}', "'#/const' cannot be resolved to a schema"),
+        ('{"name": "json_schema", "json_schema": {"properties": {"a": {"requried": ["b"]}}}}', "no keyword 'requried'; did you mean 'required'"),
+        ('{"name": "json_schema", "json_schema": {"dependencies": {"a": ["b"]}}}', "the draft has no keyword 'dependencies'"),
         ('{"name": "json_schema", "json_schema": {"$schema": []}}', r"json_schema\.\$schema: is not text"),
         ('{"name": "product", "of": [{"name": "json_schema", "json_schema": {"$schema": 5}}]}', r"json_schema\.\$schema: is not text"),
         ('{"name": "json_schema", "json_schema": {"type": 3}}', "json_schema"), ('{"name": "numeric", "answer": "none"}', "holds no number"),
