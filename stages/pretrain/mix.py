@@ -220,7 +220,8 @@ def _rounded_up(rows: pa.Table, shares: Mapping[str, Share], seed: int, ids: pa.
         start = uniform([f"{category} {ids[0]}"], seed, "rounding")[0]
         marks = np.floor(start + (shares[category].epochs % 1) * np.arange(count + 1))
         chosen.append(np.diff(marks) > 0)
-    return pc.is_in(ids, rows["id"].filter(pa.array(np.concatenate([np.zeros(0, bool), *chosen]))).combine_chunks()).to_numpy()
+    drawn = rows["id"].filter(pa.array(np.concatenate([np.zeros(0, bool), *chosen])))
+    return np.asarray(pc.is_in(ids, drawn.combine_chunks()))
 
 
 def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
