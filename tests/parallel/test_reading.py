@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from puna.stages.contract import External, execute
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.conversations import answering, asking
 from puna.stages.io.import_model import ImportModelConfig, import_model
+from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.storage import Artifact, Store
 from puna.storage.schemas import table_schema
 from tests.stages.evaluation.conftest import TEXTS, model, store  # noqa: F401 (fixtures)
@@ -81,6 +85,52 @@ def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
         assert own == pytest.approx(expected, rel=1e-4, abs=1e-5)
     metrics = [{k: v for k, v in made.manifest.metrics.items() if k.startswith(("heldout", "reference"))} for made in (shared, one)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+PHASES: list[dict[str, Any]] = [
+    {"name": "initial", "steps": 6, "rows_per_step": 6, "ramp": [{"after_tokens": 500, "rows": 8}], "schedule": {"learning_rate": 3e-3, "warmup_steps": 2, "ema": 0.8}},
+    {"name": "long", "steps": 4, "rows_per_step": 6, "join_rows": 4, "rope_theta": 20000.0, "accept": {"attempts": 2, "needle": 0.0, "short_loss": 9.0}, "schedule": {"learning_rate": 3e-3, "warmup_steps": 0, "shape": "constant"}},
+    {"name": "anneal", "steps": 4, "rows_per_step": 6, "join_rows": 4, "schedule": {"learning_rate": 2e-3, "warmup_steps": 0, "shape": "constant", "anneal_steps": 4, "average": 2}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout, optimizer", [
+    ({"data": 4, "tensor": 2}, {"name": "muon", "state_in": "file"}), ({"shard": 4, "context": 2}, {"embedding_scale": 3.0, "max_grad_norm": None}),
+    ({"data": 4, "pipeline": 2, "virtual_stages": 2}, {"name": "muon"}),
+], ids=str)  # fmt: skip
+def test_pretraining_in_phases_and_further_is_that_of_one_process(
+    ranks: Run, layout: dict[str, int], optimizer: dict[str, Any], tmp_path: Path, store: Store  # noqa: F811
+) -> None:
+    """A ramp, a moving average, a longer context that is accepted, an average of checkpoints; then training goes on with the moments kept."""
+    documents = imported(store, "documents", [
+        {"id": f"{n:032x}", "url": f"https://x.org/{n}", "source": "web", "fetched_at": datetime(2026, 1, 1, tzinfo=UTC), "text": " ".join(TEXTS[n : n + 5])} for n in range(60)
+    ])  # fmt: skip
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=280), {"documents": documents}, store)
+    tokens = execute(tokenize, TokenizeConfig(sequence_length=64), {"documents": documents, "tokenizer": vocabulary}, store)
+    config: dict[str, Any] = {
+        "phases": PHASES, "optimizer": {"epsilon": 1e-3, **optimizer}, "validate_every": 3, "checkpoint_every": 3, "validation_share": 0.1, "needle": {"trials": 1},
+        "model": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4},
+    }  # fmt: skip
+    further = {name: value for name, value in config.items() if name != "model"} | {"phases": [PHASES[2] | {"name": "further"}]}
+    compute = {"micro_batch_tokens": 512}
+    given: dict[str, Any] = {"tokens": tokens, "tokenizer": vocabulary}
+    first = execute(pretrain, PretrainConfig(**config, compute=compute), given, store)
+    second = execute(pretrain, PretrainConfig(**further, compute=compute), given | {"model": first}, store)
+    sending = sent({name: [one] for name, one in given.items()})
+    for own, expected, more in ((config, first, {}), (further, second, {"model": [(first.kind, first.key)]})):
+        other = shutil.copytree(store.root, tmp_path / str(len(own)))
+        shutil.rmtree(Store.open(other).find("model", expected.key).path())
+        made = ranks("stage", 8, store=str(other), name="pretrain", config=own | {"compute": compute | {"layout": layout}}, inputs=sending | more)
+        assert made == [expected.key] + 7 * [None]
+        shared = Store.open(other).find("model", expected.key)
+        assert shared is not None and set(shared.manifest.files) == set(expected.manifest.files)
+        logs = [[{k: v for k, v in row.items() if k not in TIMED and v is not None} for row in one.read("training_log").to_pylist()] for one in (shared, expected)]
+        assert len(logs[0]) == len(logs[1]) == sum(phase["steps"] for phase in own["phases"])
+        for row, alone in zip(*logs, strict=True):
+            assert row == pytest.approx(alone, rel=1e-4, abs=1e-5)
+        named = ("averaging", "accept", "attempts", "short_loss", "needle", "final", "optimizer_state", "epochs")
+        metrics = [{k: v for k, v in one.manifest.metrics.items() if k.startswith(named)} for one in (shared, expected)]
+        assert (metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5) and ("optimizer_state_given", 1) in {*metrics[0].items()}) or own is config
 
 
 def test_only_the_first_rank_asks_the_verifiers(ranks: Run, store: Store, model: Callable[..., Artifact]) -> None:  # noqa: F811
