@@ -22,6 +22,8 @@ from puna.flows import web
 from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
 from puna.flows.web import annotate, application, bounded, chat, frame, start
+from puna.flows.web import artifact as artifact_pages
+from puna.flows.web import documents as document_pages
 from puna.flows.web import runs as runs_pages
 from puna.stages.contract import execute, perform
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
@@ -120,6 +122,15 @@ def test_two_runs_of_the_same_work_are_said_to_be_the_same(client: TestClient, s
     first, second = store.runs()
     assert "1 of 1 steps gave the same artifact" in text(client.get(f"/compare?run={first}&run={second}"))
     assert client.get(f"/compare?run={first}").status_code == 404
+
+
+def test_a_list_that_is_cut_says_so(client: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = selected(store).manifest.inputs[0]
+    uses, near = f"/artifact/documents/{given.key[:12]}", {"artifact": f"documents/{given.key}", "text": "word " * 20}
+    assert "The first 1." not in text(client.get(uses)) and " similar documents, the first 20 are shown" in text(client.post("/near", data=near))
+    monkeypatch.setattr(artifact_pages, "MOST_USERS", 1)
+    monkeypatch.setattr(document_pages, "MOST_FOUND", 30)
+    assert "The first 1." in text(client.get(uses)) and "are shown" not in text(client.post("/near", data=near))
 
 
 def test_an_artifact_shows_rows_lineage_and_never_markup_of_the_web(client: TestClient, store: Store) -> None:
