@@ -65,10 +65,7 @@ async def decide(site: Here, gate: str, request: Request) -> Response:
 
 
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
-    """Record a person's decision on a waiting gate and, unless a round is running, carry it out.
-
-    Raise PunaError for a wrong form, or if the gate does not wait: a late decision would contradict the policy that an earlier one set.
-    """
+    """Record a person's decision and, unless a round is running, carry it out. Raise PunaError for a wrong form or a decided gate."""
     store = store.within(project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
     by, verdict, reason = (form.get(name, [""])[0].strip() for name in ("by", "verdict", "reason"))
@@ -108,8 +105,7 @@ def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
 
 def _open_rounds(store: Store) -> list[Round]:
     """Return the rounds that led to the policy of the project's newest gate, and those that start from it; empty without this policy."""
-    own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
-    gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
+    gates = [Artifact(one["kind"], one["key"], store.files) for one in store.entries(store.project) if one["stage"] == "gate"]
     return rounds_at(store, gates[-1]) if gates else []
 
 
