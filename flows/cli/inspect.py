@@ -58,7 +58,10 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
     """Print the first MOST_ROWS rows as a table, or all rows as JSON lines."""
     if as_json:
         for row in rows:
-            typer.echo(json.dumps(row, default=_json_value))
+            line = json.dumps(row, default=_json_value)
+            if "NaN" in line or "Infinity" in line:  # JSON has no such numbers: they become null
+                line = json.dumps(json.loads(line, parse_constant=lambda _: None))
+            typer.echo(line)
         return
     names = columns or (list(rows[0]) if rows else [])
     table = Table(box=None, header_style="bold")

@@ -86,7 +86,7 @@ def run(
 @app.command()
 def plan(
     what: NameArgument = "pipeline", recipe: RecipeOption = None, changes: SetOption = None, inputs: InputOption = None,
-    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
+    store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for this GPU (H100, H200, A100, …) in bf16, not for this CPU")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs that train together; lists the fastest layouts that fit")] = 1,
     as_json: JsonOption = False,
@@ -103,6 +103,7 @@ def plan(
     from puna.flows.engine.launch import Request
     from puna.flows.engine.plan import STATES
 
+    import_modules(modules)
     request = Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or "")
     target, steps = steps_of(request, store)
     trains = isinstance(target, Flow) and any(step.stage == "pretrain" for step in steps)

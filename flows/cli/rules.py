@@ -30,8 +30,7 @@ from puna.storage import Artifact, PunaError, Store
 
 WORD = re.compile(r"\w+")
 WHEN = datetime(2024, 1, 1, tzinfo=UTC)
-MOST_BYTES = 1 << 26
-"""Maximum bytes of a row of annotated pages."""
+MOST_BYTES = 1 << 26  # maximum bytes of a row of annotated pages
 ALL = "all"
 LINES = "select.lines"
 

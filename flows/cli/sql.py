@@ -19,8 +19,7 @@ from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST
 
 app = typer.Typer()
 LEAVING = (".exit", ".quit", "exit", "quit")
-HISTORY = 2000
-"""Maximum number of lines in the history."""
+HISTORY = 2000  # maximum number of lines in the history
 
 
 @app.command()

@@ -23,8 +23,7 @@ OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashe
 """Outcome of a run in the store's log → Prefect's state and message for the run."""
 SETTLED_AFTER = 8
 """Number of deployments to publish, which takes many seconds on a busy server, between the first and second check for lost runs."""
-SCHEDULE = "puna-serve"
-"""The slug of the schedule that `--cron` sets."""
+SCHEDULE = "puna-serve"  # the slug of the schedule that `--cron` sets
 
 
 class DeploymentSync:
@@ -52,7 +51,7 @@ class DeploymentSync:
         `served` is called with each deployment's title and id as soon as the server has the deployment. Schedules that users set are kept.
         """
         self._settle(starting=True)
-        there = self._there()
+        there = self._all("deployments", {"deployments": {"tags": {"all_": [TAG]}}})
         choices = Choices(self._store, everywhere=True)
         self._seen = self._state()
         for number, (offer, _) in enumerate(self._offered):
@@ -99,9 +98,6 @@ class DeploymentSync:
             parameters = {**defaults(offer), "store": self._store.uri, "recipe": trigger.recipe, "project": project}
             body = {"parameters": parameters, "state": {"type": "SCHEDULED"}, "idempotency_key": once, "tags": [TAG, "new preferences"]}
             self._server.insist("POST", f"/deployments/{self.ids[offer.title]}/create_flow_run", body)
-
-    def _there(self) -> list[dict[str, Any]]:
-        return self._all("deployments", {"deployments": {"tags": {"all_": [TAG]}}})
 
     def _all(self, kind: str, wanted: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all of the server's objects of a kind that a filter accepts, page by page."""

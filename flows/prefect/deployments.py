@@ -49,8 +49,7 @@ from puna.storage.aliases import checked_project
 from puna.storage.explain import flat
 
 GRACE_SECONDS = 20.0
-FRESH_SECONDS = 5.0
-"""Seconds between updates of the forms from the store."""
+FRESH_SECONDS = 5.0  # seconds between updates of the forms from the store
 
 
 def flow_of(offer: Offer) -> PrefectFlow[Any, Any]:

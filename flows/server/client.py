@@ -19,8 +19,7 @@ from typing import IO, Any
 from puna.storage import PunaError, Store
 
 NOTE = "serve.json"
-BUSY = (429, 503)
-"""HTTP statuses of an overloaded Prefect server on SQLite."""
+BUSY = (429, 503)  # HTTP statuses of an overloaded Prefect server on SQLite
 
 
 class Unreachable(Exception):

@@ -19,12 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from puna.storage import PunaError
 
-BODY_BYTES = 2 << 20
-"""Maximum bytes of a request's body, for Puna's own pages."""
-BODY_SECONDS = 60.0
-"""Maximum seconds for a body to arrive."""
-HEADER_SECONDS = 30.0
-"""Maximum seconds that a connection stays open without a request."""
+BODY_BYTES = 2 << 20  # maximum bytes of a request's body, for Puna's own pages
+BODY_SECONDS = 60.0  # maximum seconds for a body to arrive
+HEADER_SECONDS = 30.0  # maximum seconds that a connection stays open without a request
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)(?::(?P<port>[0-9]{1,5}))?")
 PAGES = re.compile(r"/|/puna/?|/puna/(start|artifacts|rounds|sql|chat|run/[^/]+|artifact/\w+/\w+|start/[\w-]+)|/v2(/.*)?")
 """Paths to which another site may link: opening them has no side effects."""

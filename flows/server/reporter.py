@@ -37,8 +37,7 @@ GONE_SECONDS = 1.0
 MAX_LOGS = 5000
 MOST_METRICS = 30
 MOST_PLOTS = 4
-MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)
-"""Pattern of the random run names that Prefect generates."""
+MADE_UP = re.compile(r"[a-z]+-[a-z]+", re.IGNORECASE)  # pattern of the random run names that Prefect generates
 
 
 @dataclass

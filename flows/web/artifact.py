@@ -212,7 +212,8 @@ def _lineage(store: Store, artifact: Artifact) -> Html:
     return tag(
         "div",
         part("Made of", table(["as", "artifact", "made by"], made_of) if made_of else note("No artifact of this store.")),
-        part("Used by", table(["artifact", "made by", "made, UTC"], by) if by else note("Nothing yet.")),
+        part("Used by", table(["artifact", "made by", "made, UTC"], by) if by else note("Nothing yet."),
+             note=f"The first {MOST_USERS}." if len(by) == MOST_USERS else None),
     )
 
 

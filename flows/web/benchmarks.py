@@ -22,7 +22,7 @@ MOST = 30  # maximum number of models on the leaderboard
 SHOWN = 400  # maximum number of questions on a page
 TITLE = 140  # maximum number of characters in a question's heading
 WHICH = {"": "all", "differ": "one model is right", "wrong": "no model is right"}
-HOW = "Best model first: main metric, 95 % interval, and the difference from {} on the same questions, bold where Holm's p < {}."
+HOW = "The {} models evaluated last, best first: main metric, 95 % interval, difference from {} on the same questions; bold: Holm's p < {}."
 ECE = "Confidence is the probability of the chosen option among the options. A calibrated model lies on the diagonal."
 router = pages("benchmarks", "Benchmarks", at=6)
 
@@ -77,7 +77,7 @@ def board_page(site: Here, project: str | None = None, beside: str | None = None
     first = [next(one.results[task] for one in models if task in one.results) for task in tasks]
     head = [[task, Html("<br>"), tag("small", _metric(main_metric(metrics)))] for task, metrics in zip(tasks, first, strict=True)]
     listed = table([tag("small", "pick"), "model", *head], rows, numeric=range(2, 2 + len(tasks)))
-    lead = HOW.format(reference.name, SURE)
+    lead = HOW.format(len(models), reference.name, SURE)
     form = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/benchmarks/compare", method="get")
     return site.page("Benchmarks", switch, section("board", "Leaderboard", lead, form), start, here="benchmarks")
 

@@ -28,7 +28,6 @@ from puna.flows.web.frame import Here, field, option, pages
 from puna.storage import PunaError, Store
 
 START_SECONDS, END_SECONDS = 180.0, 10.0
-MAX_TOKENS = 400
 MOST_MODELS = 40
 router = pages("chat", "Chat", at=9)
 
@@ -84,7 +83,7 @@ class Chat:
             raise PunaError(f"{artifact.id}: is not a model")
         with self._lock:
             talker = self._load(artifact.key, artifact.id)
-        body = json.dumps({"model": artifact.id, "messages": messages, "stream": True, "max_tokens": MAX_TOKENS}).encode()
+        body = json.dumps({"model": artifact.id, "messages": messages, "stream": True}).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer {talker.secret}"}
         try:
             answer = urllib.request.urlopen(urllib.request.Request(f"{talker.url}/v1/chat/completions", body, headers), timeout=300)

@@ -50,7 +50,8 @@ def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[
     about = "Shared word n-grams as a share of the n-grams of both texts together, of the text, and of the document."
     if has_index(artifact):
         about += " Only documents that share a MinHash band with the text were compared."
-    head = f"{len(matches):,} similar documents" if matches else "No similar documents"
+    shown = f", the first {MOST_FOUND} are shown" if len(matches) > MOST_FOUND else ""
+    head = f"{len(matches):,} similar documents{shown}" if matches else "No similar documents"
     listing = table(["document", "of both", "of the text", "of the document"], rows, numeric=(1, 2, 3)) if rows else tag("p", "")
     return artifact, text, section("near", head, [about, " ", artifact_link(artifact)], listing)
 

@@ -46,7 +46,7 @@ def rounds_page(site: Here, project: str | None = None) -> str:
         projects_nav(store, store.project, "/puna/rounds"),
         _waits(waiting, store.project) if waiting else None,
         section("rounds", "Gates", None, _gates(history), grid(gains)) if history else none,
-        section("leaderboard", "Leaderboard", "Every model that was evaluated, the best first.", _leaderboard(store)),
+        section("leaderboard", "Leaderboard", f"The evaluated models, the best first (at most {MOST}).", _leaderboard(store)),
         section("judge", "Which answer is better?", JUDGE, tag("ul", judge)) if judge else None,
         section("next", "The next round", None, _next(store, site.prefect)), here="rounds",
     )  # fmt: skip
@@ -65,21 +65,29 @@ async def decide(site: Here, gate: str, request: Request) -> Response:
 
 
 def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> None:
-    """Record a person's decision on a gate and, unless a round is running, carry the decision out. Raise PunaError if no name is given."""
+    """Record a person's decision and, unless a round is running, carry it out. Raise PunaError for a wrong form or a decided gate."""
     store = store.within(project_of(form))
     artifact = store.resolve(f"evaluation/{gate}")
-    by = form.get("by", [""])[0].strip()
-    if not by:
-        raise PunaError("a name is required")
-    config = ApprovalConfig(by=by, approved=form.get("verdict", [""])[0] == "approve", reason=form.get("reason", [""])[0].strip())
+    by, verdict, reason = (form.get(name, [""])[0].strip() for name in ("by", "verdict", "reason"))
+    if not by or verdict not in ("approve", "refuse"):
+        raise PunaError("a name and the verdict, approve or refuse, are required")
+    decided = next((one for one in rounds_at(store, artifact) if one.gate.key == artifact.key and one.verdict != "waits"), None)
+    if decided is not None:
+        raise PunaError(f"{artifact.id} does not wait for a decision: {decided}")
+    config = ApprovalConfig(by=by, approved=verdict == "approve", reason=reason)
     execute(approval, config, {"gate": artifact}, store)
     with store.lock(store.own("round"), wait=False) as mine:
         if not mine:  # the running round carries the decision out
             return
-        policy = next(store.find(i.kind, i.key) for i in artifact.manifest.inputs if i.name == "policy")
-        history = rounds_of(store, store.alias(POLICY) if POLICY in store.aliases() or policy is None else policy)
-        if last := unsettled_round(store, history):
+        if last := unsettled_round(store, rounds_at(store, artifact)):
             settle(store, last)
+
+
+def rounds_at(store: Store, gate: Artifact) -> list[Round]:
+    """Return the rounds of `policy@latest`, without this alias of the policy that the gate compares; empty if the policy is missing."""
+    policy = next((store.find(i.kind, i.key) for i in gate.manifest.inputs if i.name == "policy"), None)
+    policy = store.alias(POLICY) if POLICY in store.aliases() else policy
+    return rounds_of(store, policy) if policy else []
 
 
 def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
@@ -97,11 +105,8 @@ def set_trigger(store: Store, form: Mapping[str, Sequence[str]]) -> None:
 
 def _open_rounds(store: Store) -> list[Round]:
     """Return the rounds that led to the policy of the project's newest gate, and those that start from it; empty without this policy."""
-    own = [one for one in store.entries(store.project) if one["stage"] == "gate"]
-    gates = [Artifact(one["kind"], one["key"], store.files) for one in own]
-    policy_record = next((i for one in gates[-1:] for i in one.manifest.inputs if i.name == "policy"), None)
-    policy = policy_record and store.find(policy_record.kind, policy_record.key)
-    return rounds_of(store, policy) if policy else []
+    gates = [Artifact(one["kind"], one["key"], store.files) for one in store.entries(store.project) if one["stage"] == "gate"]
+    return rounds_at(store, gates[-1]) if gates else []
 
 
 def _waits(one: Round, project: str) -> Html:

@@ -45,6 +45,7 @@ from puna.storage.runs import RunLog
 MOST_RUNS = 50
 MOST_PLOTS = 12
 MOST_LINES = 500
+LAST = f"What they wrote last, up to {MOST_LINES} lines."
 LOOKED_SECONDS = 1.0  # seconds between two checks for changes of the runs that an open page shows
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Content security policy of the report page, whose style and scripts are inline."""
@@ -202,8 +203,8 @@ def run_page(site: Here, name: str) -> str:
         working_view(store, log) if log.state == "at work" else None,
         tag("div", links, class_="buttons"),
         section("steps", "Steps", None, steps_view(run.steps)),
-        section("plots", "Measured", None, grid(plots[:MOST_PLOTS])),
-        section("processes", "Other processes", "What they wrote.", tag("pre", "\n".join(log.lines[-MOST_LINES:]))) if log.lines else None,
+        section("plots", "Measured", f"The first {MOST_PLOTS}." if plots[MOST_PLOTS:] else None, grid(plots[:MOST_PLOTS])),
+        section("processes", "Other processes", LAST, tag("pre", "\n".join(log.lines[-MOST_LINES:]))) if log.lines else None,
         section("lineage", "Lineage", "How each artifact was made.", lineage_view(run)),
         live=f"/puna/events/{log.name}?since={since}" if log.state == "at work" else None, lead=tag("code", log.name),
     )  # fmt: skip

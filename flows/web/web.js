@@ -138,14 +138,15 @@
       if (!words || button.disabled) return;
       box.value = "";
       button.disabled = true;
-      messages.push({ role: "user", content: words });
+      const own = messages;  // "New chat" begins another list, which this answer is no part of
+      own.push({ role: "user", content: words });
       show("user", words);
       const shown = show("assistant", "…");
       let said = "";
       try {
         const answer = await fetch("/puna/chat/say", {
           method: "POST", headers: { "content-type": "application/json" },
-          body: JSON.stringify({ model: chat.model.value, messages }),
+          body: JSON.stringify({ model: chat.model.value, messages: own }),
         });
         if (!answer.ok) {
           const page = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -153,12 +154,13 @@
         }
         const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
         for (let piece; !(piece = await reader.read()).done;) { said += piece.value; shown.textContent = said; }
-        messages.push({ role: "assistant", content: said });
+        own.push({ role: "assistant", content: said });
         if (!said) shown.textContent = "(empty answer)";
       } catch (error) {
         shown.classList.add("wrong");
         shown.textContent = error.message;
-        messages.pop();
+        own.pop();
+        if (own === messages && !box.value) box.value = words;
       }
       button.disabled = false;
       box.focus();

@@ -5,6 +5,7 @@ import copy
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import jsonschema
@@ -14,10 +15,12 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from puna.flows.cli.openai import Limits, application
+from puna.flows.web import chat
 from puna.models.config import ModelConfig
 from puna.models.generation import Engine, SamplingParams
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
+from puna.storage import PunaError
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
 SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.3)
@@ -93,6 +96,16 @@ def test_chat(client):
     size, total = len(TOKENIZER.chat(messages)), sum(len(a.tokens) for a in row)
     assert made["usage"] == {"prompt_tokens": size, "completion_tokens": total, "total_tokens": size + total}
     assert made["object"] == "chat.completion" and made["model"] == "tiny"
+
+
+def test_the_chat_page_answers_with_what_fits_into_a_short_context(url, monkeypatch):
+    model = SimpleNamespace(kind="model", key="k", id="tiny")
+    monkeypatch.setattr(chat.Chat, "_load", lambda *_: chat.Talker("k", url, "secret", None))
+    talk = chat.Chat(SimpleNamespace(resolve=lambda name: model, check=lambda artifact: artifact))
+    said = "".join(talk.say("tiny", [{"role": "user", "content": "to be?"}]))
+    assert said and "stopped answering" not in said
+    with pytest.raises(PunaError, match="exceed the model's context of 256"):
+        talk.say("tiny", [{"role": "user", "content": "to be? " * 300}])
 
 
 def test_a_stream_brings_the_same_text_and_nothing_of_a_stop_text(client):

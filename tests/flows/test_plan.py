@@ -1,6 +1,8 @@
 """`puna plan` compared with accounting of the same model by hand."""
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,6 +32,18 @@ from puna.stages.training.phase import SHAPE
 from puna.storage import PunaError, Store
 from puna.storage.schemas import table_schema
 
+OWN = '''
+from puna.stages.contract import Documents, StageConfig, StageRun, stage
+
+
+class PlannedConfig(StageConfig):
+    """No settings."""
+
+
+@stage(kind="documents")
+def planned_stage(documents: Documents, config: PlannedConfig, run: StageRun) -> None:
+    """Keep every document."""
+'''
 
 def test_the_plan_is_the_sum_of_its_phases():
     recipe = load("demo", [], "pretrain")
@@ -118,6 +132,11 @@ def test_a_plan_tells_what_is_reused_what_runs_and_why(tmp_path: Path, monkeypat
     (step,) = json.loads(CliRunner().invoke(app, words).output)["steps"]
     assert step["state"] == "runs" and step["expected"]["rows"] == 1
     assert step["expected"]["seconds"] == pytest.approx(made["extract"].manifest.timings["seconds"], rel=0.05)
+    (tmp_path / "planned.py").write_text(OWN)
+    words = ["plan", "planned_stage", "--store", str(place), "--module", str(tmp_path / "planned.py"), "--input", made["extract"].id, "--json"]
+    # In its own process, since a declared stage stays.
+    (step,) = json.loads(subprocess.run([sys.executable, "-m", "puna.flows.cli.main", *words], check=True, capture_output=True).stdout)["steps"]
+    assert (step["stage"], step["state"], step["why"]) == ("planned_stage", "runs", "never ran")
     said = CliRunner().invoke(app, ["plan", "align", "--recipe", "smollm2-135m", "--store", str(place)]).output
     assert "sample_1                 after   input model, prompts_1" in said and "phase" not in said
     with pytest.raises(PunaError, match="align with recipe smollm2-135m neither pretrains nor samples"):

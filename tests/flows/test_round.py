@@ -255,10 +255,15 @@ def test_a_person_decides(world: World) -> None:
     maintenance.collect(Store.open(world.store.root), keep_runs=0, work_days=0, remove=True)
     pages = TestClient(application(world.store, prefect=None, auth=""), follow_redirects=False)
     assert "Round 1 waits for your decision" in pages.get("/rounds").text
-    assert pages.post(f"/rounds/{gate.key[:16]}", content="by=&verdict=approve").status_code == 404
+    for wrong in ("by=&verdict=approve", "by=Ada", "by=Ada&verdict=yes"):
+        assert pages.post(f"/rounds/{gate.key[:16]}", content=wrong).status_code == 404
     assert pages.post(f"/rounds/{gate.key[:16]}", content="by=Ada&verdict=approve").status_code == 303
     first = world.policy  # at once
     shown = pages.get("/rounds").text
+    # A page that was opened before the decision does not overturn it, and an unknown verdict is no refusal.
+    late = pages.post(f"/rounds/{gate.key[:16]}", content="by=Bo&verdict=refuse")
+    assert late.status_code == 404 and "does not wait for a decision: round 1: its candidate is the policy" in late.text
+    assert pages.get("/rounds").text == shown and world.policy.key == first.key
     assert "approved by Ada" in shown and "score, mean over " in shown and " held-out prompts of " in shown
     assert world.fire(model, pool, changes=person).startswith("round 2: waits")
     second = next(a for a in world.store.artifacts() if a.manifest.stage == "gate" and a.key != gate.key)

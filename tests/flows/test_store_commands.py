@@ -274,6 +274,8 @@ def test_verify_names_an_alias_that_was_deleted(store: Store) -> None:
 def test_sums_are_numbers_and_odd_columns_are_shown(store: Store) -> None:
     rows = sum(artifact.rows() for artifact in store.artifacts())
     assert objects(run(store, "sql", "select sum(rows) as n, 1.5::decimal(4, 2) as d from artifacts", "--json")) == [{"n": rows, "d": 1.5}]
+    unknown = "select 'nan'::double as n, ['inf'::double, 1.5] as l, {'x': '-inf'::double} as s"
+    assert objects(run(store, "sql", unknown, "--json")) == [{"n": None, "l": [None, 1.5], "s": {"x": None}}]
     assert run(store, "sql", "select sum(rows) as n, '12:00'::time as t from artifacts").split() == ["n", "t", str(rows), "12:00:00"]
     assert run(store, "sql", "select 1 as \"b[/]c\"").split() == ["b[/]c", "1"]
     with pytest.raises(PunaError, match="a value cannot be shown; cast its column to varchar"):

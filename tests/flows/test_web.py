@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import urllib.request
@@ -22,6 +24,8 @@ from puna.flows import web
 from puna.flows.cli import main, sql
 from puna.flows.engine.session import session
 from puna.flows.web import annotate, application, bounded, chat, frame, start
+from puna.flows.web import artifact as artifact_pages
+from puna.flows.web import documents as document_pages
 from puna.flows.web import runs as runs_pages
 from puna.stages.contract import execute, perform
 from puna.stages.curate.rules.groups import GopherQualityRules, LineRules, RuleGroup
@@ -120,6 +124,15 @@ def test_two_runs_of_the_same_work_are_said_to_be_the_same(client: TestClient, s
     first, second = store.runs()
     assert "1 of 1 steps gave the same artifact" in text(client.get(f"/compare?run={first}&run={second}"))
     assert client.get(f"/compare?run={first}").status_code == 404
+
+
+def test_a_list_that_is_cut_says_so(client: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = selected(store).manifest.inputs[0]
+    uses, near = f"/artifact/documents/{given.key[:12]}", {"artifact": f"documents/{given.key}", "text": "word " * 20}
+    assert "The first 1." not in text(client.get(uses)) and " similar documents, the first 20 are shown" in text(client.post("/near", data=near))
+    monkeypatch.setattr(artifact_pages, "MOST_USERS", 1)
+    monkeypatch.setattr(document_pages, "MOST_FOUND", 30)
+    assert "The first 1." in text(client.get(uses)) and "are shown" not in text(client.post("/near", data=near))
 
 
 def test_an_artifact_shows_rows_lineage_and_never_markup_of_the_web(client: TestClient, store: Store) -> None:
@@ -370,3 +383,44 @@ def test_an_answer_that_breaks_off_says_so_last(end: bytes, last: str) -> None:
             pieces = list(chat._pieces(response))
         thread.join()
     assert len(pieces) == 2 and pieces[0] == "one " and pieces[1].startswith("\n[stopped answering: ") and last in pieces[1]
+
+
+CHAT = """<!doctype html><body><button id="theme"></button><main id="content"><form id="chat">
+<select name="model"><option value="m">m</option></select><div id="talk"></div><textarea name="text"></textarea>
+<button class="main">Send</button><button type="button" id="new">New</button></form></main><pre id="log"></pre>
+<script>
+const sent = [];
+let finish;
+window.fetch = async (url, options) => {
+  sent.push(JSON.parse(options.body).messages.map((one) => one.content));
+  if (sent.length === 2) return new Response("<p class=alarm>refused</p>", {status: 404});
+  return new Response(new ReadableStream({start(stream) {
+    finish = () => { stream.enqueue(new TextEncoder().encode("answer")); stream.close(); };
+    if (sent.length > 2) finish();
+  }}));
+};
+</script><script src="SCRIPT"></script><script>
+const wait = () => new Promise((go) => setTimeout(go, 100)), box = document.querySelector("textarea");
+const say = async (words) => { box.value = words; document.querySelector("button.main").click(); await wait(); };
+(async () => {
+  await say("one");
+  document.getElementById("new").click();
+  finish();
+  await wait();
+  await say("two");
+  const left = box.value;
+  await say("three");
+  await say("four");
+  document.getElementById("log").textContent = JSON.stringify({sent, left});
+})();
+</script></body>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_new_chat_forgets_a_late_answer_and_a_refused_text_stays_in_the_box(tmp_path: Path) -> None:
+    page = tmp_path / "chat.html"
+    page.write_text(CHAT.replace("SCRIPT", (Path(web.__file__).parent / "web.js").resolve().as_uri()))
+    words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run([*words, "--virtual-time-budget=10000", "--dump-dom", page.as_uri()], capture_output=True, text=True, check=True)
+    (log,) = re.findall(r'<pre id="log">(.*)</pre>', shown.stdout)
+    assert json.loads(unescape(log)) == {"sent": [["one"], ["two"], ["three"], ["three", "answer", "four"]], "left": "two"}
