@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import ipaddress
 import json
 import os
 import signal
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,21 @@ BUSY = (429, 503)  # HTTP statuses of an overloaded Prefect server on SQLite
 
 class Unreachable(Exception):
     """An error: a server does not answer or is busy. A later attempt may succeed."""
+
+
+def loopback(host: str) -> bool:
+    """True if the host is `localhost` or a loopback address, which only this machine can reach."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def opener(url: str) -> urllib.request.OpenerDirector:
+    """Return an opener for a URL. It uses the environment's proxies unless the server is on this machine."""
+    here = loopback(urllib.parse.urlsplit(url).hostname or "")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,7 @@ class Server:
         elif self.key:
             request.add_header("authorization", f"Bearer {self.key}")
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with opener(self.url).open(request, timeout=timeout) as answer:
                 return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
             if error.code in BUSY:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import re
 import secrets
@@ -17,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from puna.flows.server.client import loopback
 from puna.storage import PunaError
 
 BODY_BYTES = 2 << 20  # maximum bytes of a request's body, for Puna's own pages
@@ -231,15 +231,6 @@ def check_auth(host: str, auth: str) -> None:
     check_reach(host, auth, "others could start runs and read the store: set --auth USER:PASSWORD too")
     if auth and ":" not in auth:
         raise PunaError("--auth: write USER:PASSWORD")
-
-
-def loopback(host: str) -> bool:
-    """True if the host is `localhost` or a loopback address, which only this machine can reach."""
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def address(host: str, listener: socket.socket) -> str:

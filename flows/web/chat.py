@@ -24,6 +24,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from puna.flows.html.markup import tag
+from puna.flows.server.client import opener
 from puna.flows.web.frame import Here, field, option, pages
 from puna.storage import PunaError, Store
 
@@ -86,7 +87,7 @@ class Chat:
         body = json.dumps({"model": artifact.id, "messages": messages, "stream": True}).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer {talker.secret}"}
         try:
-            answer = urllib.request.urlopen(urllib.request.Request(f"{talker.url}/v1/chat/completions", body, headers), timeout=300)
+            answer = opener(talker.url).open(urllib.request.Request(f"{talker.url}/v1/chat/completions", body, headers), timeout=300)
         except urllib.error.HTTPError as error:
             raise PunaError(f"{model}: {error.read(1000).decode('utf-8', 'replace')}") from error
         except OSError as error:
@@ -116,7 +117,7 @@ class Chat:
                 stderr = errors.read().decode("utf-8", "replace")
                 raise PunaError(f"{name}: {stderr.strip()[-800:] or 'cannot be loaded'}")
             try:
-                with urllib.request.urlopen(f"{talker.url}/health", timeout=2):
+                with opener(talker.url).open(f"{talker.url}/health", timeout=2):
                     return talker
             except OSError:
                 time.sleep(0.1)

@@ -88,6 +88,14 @@ def test_a_store_remembers_its_server_and_nobody_else_reads_the_password(tmp_pat
     assert server_of(store) is None and read_note(store.root) is not None
 
 
+def test_a_server_of_this_machine_is_asked_past_the_proxy(server: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert Server(server.url).ask("GET", "/flows") == {"id": "id-1", "name": "calm-otter", "tags": ["mine"]}
+    assert Server("http://prefect.invalid/api").trouble() and "Connection refused" in str(Server("http://prefect.invalid/api").trouble())
+
+
 def test_a_run_is_told_step_by_step(tmp_path: Path, server: Recorded) -> None:
     store = remembered(tmp_path, server.url)
     launch.run(launch.Request("prompts", changes=SET, json=True), store)
