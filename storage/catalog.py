@@ -95,7 +95,7 @@ class Catalog:
         return [*dict.fromkeys(self._by_word[word] for word in self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
-        """Return the key of the artifact with this name (`stage:NAME`: a stage's newest). Raise PunaError unless one artifact fits."""
+        """Return the key of the artifact with this name (`stage:NAME`: a stage's newest). Raise PunaError unless exactly one matches."""
         if name.startswith("stage:"):
             keys = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
             if not keys:

@@ -147,7 +147,9 @@ class ChatFormat(Vocabulary):
         return rows
 
     def _continue(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
-        """True if the next prompt begins with the row, as ids (`prompt`) or text (`next_prompt`); the row then gets the remaining ids."""
+        """Append the rest of the next prompt to the row and return True; return False if this prompt does not begin with the row.
+
+        The beginnings are compared as ids (`prompt`), then as text (`text` and `next_prompt`), if the row's last id `stop` is special."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
         elif stop in self.special and next_prompt.startswith(text):

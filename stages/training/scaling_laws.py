@@ -188,7 +188,7 @@ class Backtest:
 
     @property
     def slope(self) -> float:
-        """Return the absolute error of the log loss per unit of log FLOPs, over a distance of at least log 1.5."""
+        """Return |log(predicted / measured)| per unit of log FLOPs between this budget and the nearest below (at least log `BUDGET`)."""
         # If the points below are just below the budget, the slope would be mostly noise.
         return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 

@@ -92,7 +92,7 @@ def _place(error: Any) -> str:
 
 
 def _unresolved_reference(schema: Any, validator: Any) -> str | None:
-    """Return the first `$ref` that points to no schema in the schema or of a draft; parts with an `$id` are not checked."""
+    """Return the first `$ref` whose target is not a schema, in `schema` or in a JSON Schema draft. Parts with an `$id` are not checked."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, specification_with
