@@ -113,7 +113,7 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Return table → number of artifacts, for tables named in `text` that several have; {} if `text` contains the word `artifact`."""
+        """Return table → number of artifacts, for tables in `text` that several artifacts have; {} if `text` has the word `artifact`."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.names_in(text) if name in KINDS}

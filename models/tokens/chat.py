@@ -194,8 +194,7 @@ class ChatFormat(Vocabulary):
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """Return (`size`, `size`, id) for the stop token at the start of the next turn: some templates write the stop token only there.
-        Raise ChatError if there is none."""
+        """Return (`size`, `size`, id) of a stop token that begins the next turn, as in some templates. Raise ChatError without one."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)

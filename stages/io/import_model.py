@@ -62,8 +62,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return the text of a template (name, file or text), since an artifact's key depends on the text. Raise ValueError for a missing
-        file."""
+        """Return a template's text, since the key depends on it. `value`: name, file or text. Raise ValueError for a missing file."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.template import TEMPLATES

@@ -114,8 +114,7 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode enough of each group's documents, in hash order, for the small runs; return references. Raise PunaError for a group of one
-    document."""
+    """Encode enough documents of each group, in hash order, for the small runs; return references. Raise PunaError for a group of one."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:

@@ -205,8 +205,7 @@ class Forecaster:
     backtests: tuple[Backtest, ...]
 
     def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the predicted loss of a run and the 95 % interval from bootstrapped residuals and seeds, assuming the surface's form is
-        right."""
+        """Return a run's predicted loss and its 95 % interval from bootstrapped residuals and seeds, if the surface's form is right."""
         value = float(self.surface([parameters], [tokens])[0, 0])
         samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
         low, high = np.quantile(samples, [0.025, 0.975])

@@ -17,8 +17,7 @@ FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE
 
 @register
 class JsonSchema(Verifier):
-    """Score 1 if the answer or its last code block is JSON (RFC 8259) that the schema accepts, else 0 with the first error and its
-    location.
+    """Score 1 if the answer or its last code block is JSON (RFC 8259) that the schema accepts, else 0 with the first error's message.
 
     The draft is given by `$schema`, else 2020-12. Formats are checked; a schema with an unknown format is rejected. Nothing is fetched: a
     `$ref` must point into the schema or to a draft's schemas. A pattern that takes too long on an answer gives no score."""
