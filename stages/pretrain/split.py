@@ -133,7 +133,7 @@ class Sides:
 
 
 def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
-    """Return the rule that holds out URLs: those with a chance below `heldout_fraction` (0: none), and more in small categories.
+    """Return the rule that holds out URLs: those with a chance (a hash, 0 to 1) below `heldout_fraction`, and more in small categories.
 
     A category holds out at least its `heldout_least` smallest chances, but at most a third of its documents. A category that would be held
     out completely is spared. Versions of a page may be in different categories; a URL held out in one category is held out in all.

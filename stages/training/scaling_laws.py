@@ -152,7 +152,7 @@ class Points:
 
     @property
     def enough(self) -> bool:
-        """True if there are enough points to determine a surface: six distinct ones, of three shapes."""
+        """True if there are enough points to determine a surface: at least six different points, with three numbers of parameters."""
         # Rounded, because token counts differ slightly between a point's seeds.
         different = {(n, round(2 * math.log2(d / n))) for n, d in zip(self.parameters, self.tokens, strict=True)}
         return len(different) >= FEWEST and len({n for n, _ in different}) >= SHAPES
