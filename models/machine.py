@@ -109,8 +109,7 @@ def matrix_rate(size: int = 768, seconds: float = 0.3, dtype: torch.dtype = torc
 
 @cache
 def peak_flops(device: str, precision: Precision = "fp32") -> float | None:
-    """Return the device's highest rate of matrix products, in operations per second: measured on a CPU; from the data sheet of a GPU in
-    `GPUS` in bf16; else None."""
+    """Return the device's peak operations per second in matrix products: measured on a CPU; by data sheet for bf16 on a GPU; else None."""
     if device == "cpu":
         return matrix_rate(dtype=DTYPES[precision])
     if device != "cuda" or precision != "bf16":

@@ -37,7 +37,7 @@ def fraction(*parts: object) -> float:
 
 
 def place(*parts: object) -> int:
-    """Return a 64-bit hash of the parts by which rows can be sorted. It is faster than `hash_of` and gives other values."""
+    """Return a 64-bit hash of the parts, for example to sort rows. It is faster than `hash_of` and gives other values."""
     return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
 
 

@@ -93,7 +93,7 @@ def added_modules() -> dict[str, str]:
 
 
 def is_allowed(module: str) -> bool:
-    """True if data may name functions of a module: `--module` added it or a package above it, or it offers an installed plugin.
+    """True if rows of data may name functions of `module`: `--module` added it or a package above it, or it offers an installed plugin.
 
     Puna's own modules are not allowed, since data refer to Puna's verifiers by name.
     """

@@ -48,7 +48,7 @@ def whole_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
 
 
 def right(data: bytes, start: int, size: int, sums: str) -> bool:
-    """True if the blocks of `data`, from offset `start` of a file of `size` bytes, match the file's checksums `sums`."""
+    """True if `data`, at offset `start` of a file of `size` bytes, matches the file's checksums `sums`. `start` must begin a block."""
     step, view = block_bytes(size), memoryview(data)
     try:
         expected = np.frombuffer(base64.b64decode(sums, validate=True), dtype="<u4")

@@ -95,7 +95,7 @@ class Catalog:
         return [*dict.fromkeys(self._by_word[word] for word in self._words.findall(lower)), *macros]
 
     def key_of(self, name: str) -> str:
-        """Return the key of the artifact with this name (`stage:NAME`: a stage's newest). Raise PunaError unless one artifact fits."""
+        """Return the key of the artifact with this name (`stage:NAME`: a stage's newest). Raise PunaError unless exactly one matches."""
         if name.startswith("stage:"):
             keys = [one["key"] for one in self._views.entries if one["stage"] == name.removeprefix("stage:")]
             if not keys:
@@ -113,7 +113,7 @@ class Catalog:
         return re.sub(r"(?i)\b(key_of|upstream|lineage|diff)\s*\((\s*'[^']+'(?:\s*,\s*'[^']+')?\s*)\)", keys, text)
 
     def several(self, text: str) -> dict[str, int]:
-        """Return table → number of artifacts, for tables named in `text` that several have; {} if `text` contains the word `artifact`."""
+        """Return table → number of artifacts, for tables in `text` that several artifacts have; {} if `text` has the word `artifact`."""
         if re.search(r"(?i)\bartifact\b", text):
             return {}
         counts = {name: sum(name in one["tables"] for one in self._views.entries) for name in self.names_in(text) if name in KINDS}

@@ -85,7 +85,7 @@ class RunLog:
 
     @property
     def title(self) -> str:
-        """Return the run's title in lists: the flow, its recipe, inputs and changes."""
+        """Return the run's title in lists: flow, recipe, inputs and changes; if no title is recorded, the flow or the run's name."""
         return str(self.about.get("title") or self.flow or self.name)
 
     def row(self) -> dict[str, Any]:

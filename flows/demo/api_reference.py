@@ -88,7 +88,7 @@ def _operation(model: dict[str, Any], name: str) -> str:
 
 
 def _members(shapes: dict[str, Any], name: str, depth: int, above: tuple[str, ...]) -> str:
-    """Return an HTML list of the members of a structure, or of list or map items; empty at `depth` 0, in a cycle, or without members."""
+    """Return an HTML list of a structure's members (of a list's items, a map's values); empty at `depth` 0, in a cycle, or without any."""
     shape = shapes[name]
     if shape["type"] in ("list", "map"):
         inner = shape["member"] if shape["type"] == "list" else shape["value"]

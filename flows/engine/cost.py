@@ -63,8 +63,7 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
     """Return the minimum cost of the stage `sample` for each of its models: KV cache memory and roofline time. Empty without prompts.
 
-    Each answer counts as `max_tokens` tokens. The time excludes kernel launches, sampling and communication between the processes of a
-    layout. Bytes are per process.
+    Each answer counts as `max_tokens` tokens. The time excludes kernel launches, sampling and communication. Bytes are per process.
     """
     config: Any
     config, values, _ = _alone(stage, request, place)

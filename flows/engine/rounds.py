@@ -173,9 +173,10 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing. A waiting round is kept.
+    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing.
 
-    If the round passed, `policy@latest` and `policy@round-N` become its candidate. Raise PunaError if `policy@latest` has moved.
+    If the round passed, `policy@latest` and `policy@round-N` become its candidate; if the latter names another model, the message gives the
+    alias used instead. Raise PunaError if `policy@latest` has moved. A round that waits for a person gets an alias, so that `gc` keeps it.
     """
     message = str(done)
     if done.verdict == "passed":

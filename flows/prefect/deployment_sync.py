@@ -141,8 +141,7 @@ class DeploymentSync:
     def _settle(self, *, starting: bool = False) -> None:
         """Set the final state of Prefect runs and task runs whose process ended before it could report the state.
 
-        Only the second check in a row ends a run, since its process may still report. `starting`: no run has a process yet, so pending runs
-        are rescheduled if `linked`.
+        Only the second check in a row ends a run, since its process may still report. `starting`: reschedule pending runs, if `linked`.
         """
         lost: dict[str, int] = {}
         for run in self._all("flow_runs", {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}):

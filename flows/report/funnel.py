@@ -186,7 +186,7 @@ class Among:
                 self._most = (float(numbers[high]), _row(rows, high))
 
     def selection(self) -> list[tuple[str, Row]]:
-        """Return up to three rows, each with its rank; if a number is missing or all are equal, the first rows without ranks."""
+        """Return up to three rows with their ranks (`PLACES`). If a row has no number or all numbers are equal, omit the ranks."""
         first = pa.concat_tables(self._first)
         if not self._numbered or self._least is None or self._most is None or self._least[0] == self._most[0]:
             return [("", row) for row in first.slice(0, 3).to_pylist()]

@@ -115,7 +115,7 @@ def _plots(step: Step, columns: Mapping[str, list[float | None]]) -> tuple[list[
 
 
 def curve(name: str, steps: Sequence[float | None], values: Sequence[float | None]) -> Plot:
-    """Return a plot of one logged number over the steps. Long series, except the learning rate, are smoothed, over faint points."""
+    """Return a plot of one logged number over the steps. A long series, except the learning rate, is a smooth line over faint points."""
     points: list[Point] = [(float(s), float(v)) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
     words = name.replace("_", " ")
     if len(points) < SMOOTHED_FROM or name == "learning_rate":

@@ -59,7 +59,7 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
 
 
 def _abstentions(store: Store, artifact: Artifact, known: dict[str, Any]) -> list[str]:
-    """Return the rules of a selection whose thresholds have no factor for a document's language and script, and so do not judge it."""
+    """Return the rules of a selection that do not judge a document, since its language and script have no factor for the threshold."""
     if artifact.manifest.stage != "select" or not {"language", "script"} <= set(known):
         return []
     try:

@@ -227,7 +227,7 @@ def check_reach(host: str, secret: str | None, remedy: str) -> None:
 
 
 def check_auth(host: str, auth: str) -> None:
-    """Raise PunaError if `auth` is not USER:PASSWORD, or is missing although other machines reach the address."""
+    """Raise PunaError if `auth` is not USER:PASSWORD, or is missing although other machines can reach the address."""
     check_reach(host, auth, "others could start runs and read the store: set --auth USER:PASSWORD too")
     if auth and ":" not in auth:
         raise PunaError("--auth: write USER:PASSWORD")

@@ -92,7 +92,7 @@ class Desk:
             self._said[by][pair] = judgement
 
     def _side(self, side: str | None, pair: str, by: str) -> str | None:
-        """Convert a side of the person's screen, left or right, to the answer shown there, first or second; or an answer to its side."""
+        """Convert left or right on the person's screen to the answer shown there, first or second, and vice versa; keep other values."""
         names = ("second", "first") if self.is_swapped(pair, by) else ("first", "second")
         there = {"left": names[0], "right": names[1], names[0]: "left", names[1]: "right"}
         return None if side is None else there.get(side, side)

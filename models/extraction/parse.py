@@ -32,10 +32,10 @@ class ParseError(ValueError):
 
 
 def parse(html: bytes, technical: bool) -> Parsed:
-    """Return a page's title and its tree serialised as HTML, without `<option>` elements if there are too many. `technical`: convert markup
-    of code and formulas first.
+    """Return the title and the tree, serialised as HTML, of a page in UTF-8. `technical`: convert markup of code and formulas first.
 
-    Raise ParseError if the parser fails, LimitError if it takes more than `SECONDS` of CPU time or `MEMORY` bytes, or writes too much.
+    `<option>` elements are removed if there are more than `MAX_OPTIONS`. Raise ParseError if the parser fails; LimitError if it takes more
+    than `SECONDS` of CPU time or `MEMORY` bytes, or its output is too large.
     """
     own = counts(html)
     if own.options > MAX_OPTIONS:

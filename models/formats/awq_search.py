@@ -73,7 +73,8 @@ def group_of(model: Transformer) -> int:
 
 
 def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Packed:
-    """Return weights rounded to 16 levels over each group's range (extended to 0), which is first clipped to its `share` [N, D / group]."""
+    """Return w [N, D] rounded to 16 levels in each group of `group` columns. The levels span the group's minimum and maximum, extended to
+    include 0, times `share` [N, D / group]."""
     w_NgG = w_ND.detach().float().unflatten(1, (-1, group))
     low, high = w_NgG.amin(-1).clamp(max=0) * share, w_NgG.amax(-1).clamp(min=0) * share
     scales = ((high - low) / 15).clamp(min=FIRST).half()

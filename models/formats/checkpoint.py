@@ -167,7 +167,7 @@ def _hub_config(model: Transformer, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def _padding(head: Head, tokenizer: Tokenizer) -> int | None:
-    """Return the padding token's id or None. A reward model must not pad with a stop token: it reads the reward at the last real token."""
+    """Return the padding token's id, None if no token fits. Reward models do not pad with stop tokens: they score the last real token."""
     if head == "lm" or tokenizer.pad not in tokenizer.stop_ids:
         return tokenizer.pad
     return min(tokenizer.special - {*tokenizer.stop_ids, tokenizer.bos}, default=None)

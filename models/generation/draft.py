@@ -125,7 +125,7 @@ def accept_guesses(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: 
 
 
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
-    """Return each row's distribution after penalties, biases, top-k, top-p and min-p [S, V], in at least fp32; and errors by failed row.
+    """Return each row's distribution [S, V], at least fp32, after penalties, biases, top-k, top-p and min-p; and row number → error.
 
     At temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0.
     """

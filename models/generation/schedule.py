@@ -55,7 +55,7 @@ class Pace:
 
 
 class Lookup(Pace):
-    """A pace whose guesses come from prompt lookup: the tokens that followed the same tokens earlier."""
+    """A `Pace` whose guesses come from prompt lookup: the tokens that followed the same tokens earlier."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)

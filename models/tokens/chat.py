@@ -147,7 +147,9 @@ class ChatFormat(Vocabulary):
         return rows
 
     def _continue(self, row: Row, prompt: list[int], text: str, next_prompt: str, stop: int) -> bool:
-        """True if the next prompt begins with the row, as ids (`prompt`) or text (`next_prompt`); the row then gets the remaining ids."""
+        """Append the rest of the next prompt to the row and return True; return False if this prompt does not begin with the row.
+
+        The beginnings are compared as ids (`prompt`), then as text (`text` and `next_prompt`), if the row's last id `stop` is special."""
         if prompt[: len(row.ids)] == row.ids:
             row.extend(prompt[len(row.ids) :], False)
         elif stop in self.special and next_prompt.startswith(text):
@@ -192,8 +194,7 @@ class ChatFormat(Vocabulary):
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """Return (`size`, `size`, id) for the stop token at the start of the next turn: some templates write the stop token only there.
-        Raise ChatError if there is none."""
+        """Return (`size`, `size`, id) of a stop token that begins the next turn, as in some templates. Raise ChatError without one."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)

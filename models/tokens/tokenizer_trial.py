@@ -82,10 +82,9 @@ def _steps(part: object) -> Iterator[Mapping[str, Any]]:
 
 
 class Trial:
-    """A check of an untrusted tokenizer's steps in a separate process."""
+    """A check of an untrusted tokenizer's steps in a separate process. `why`: the step that is not known to be safe."""
 
     def __init__(self, steps: Mapping[str, Any], why: str) -> None:
-        """`why`: the step that is not known to be safe."""
         empty = {"type": "BPE", "vocab": {}, "merges": []}
         self._given = json.dumps({"version": "1.0", "post_processor": None, "decoder": None, "model": empty, **steps})
         self._key, self._why = hashlib.sha256(self._given.encode()).digest(), why

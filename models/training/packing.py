@@ -23,7 +23,7 @@ def epoch_order(count: int, epoch: int, seed: int) -> np.ndarray[Any, np.dtype[n
 
 def step_indices(step: int, count: int, batch_size: int, seed: int) -> list[int]:
     """Return the indices of the examples of a step (1-based): the next `batch_size` in an endless sequence of epochs. Every example occurs
-    exactly once per epoch, even if a step spans two epochs, so a resumed run neither skips nor repeats an example."""
+    exactly once per epoch, even if a step spans two epochs. Raise ValueError if `step` or `count` is below 1."""
     if count < 1 or step < 1:
         raise ValueError(f"step and count must be positive: {step}, {count}")
     indices: list[int] = []

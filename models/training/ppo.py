@@ -1,7 +1,7 @@
 """The driver of PPO and GRPO: sample, score, estimate advantages, update the policy (and PPO's critic), repeat.
 
 Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. While
-a rollout is sampled, scored waves are saved; between its updates, all inputs (not with `max_stale`). On a CPU, resuming keeps all bits.
+a rollout is sampled, scored waves are saved; between its updates, all inputs (not with `max_stale`). A CPU resumes with equal bits.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ Projection = Literal[
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters: a matrix W becomes W + scale * B A (Hu et al. 2021), merged into W at the end."""
+    """Low-rank adapters (Hu et al. 2021): a matrix W becomes W + alpha / rank * B A; the adapters are merged into W at the end."""
 
     rank: int = Field(16, ge=1, description="Rank of the adapters")
     alpha: float = Field(32.0, gt=0, description="Numerator of the adapters' scale, alpha / rank")

@@ -49,7 +49,7 @@ class RejectionSampleConfig(RewardedConfig, SeededConfig):
 
 
 def needs(config: RejectionSampleConfig, facts: Facts) -> list[str]:
-    """Require a reward model if `pick` uses one."""
+    """Return an error message if `pick` uses a reward model and none is given."""
     return [] if config.pick != "reward_model" or "reward_model" in facts.inputs else [NO_REWARD_MODEL]
 
 

@@ -152,7 +152,8 @@ def external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """Return a path's visible files, sorted. Raise PunaError for a link, except to a file below it or, in the hub's cache, to a blob."""
+    """Return a path's visible files, sorted. Raise PunaError for an unreadable folder, a path not in UTF-8, or a link, except to a file
+    below the path or, in the hub's cache, to a blob."""
     if (shown := str(root).encode(errors="backslashreplace").decode()) != str(root):
         raise PunaError(f"input {shown}: is not UTF-8; rename the file or folder")
     place = root.resolve()

@@ -89,7 +89,7 @@ class StageRun:
         return self._shards(function, artifact, args, table, columns, filtering=False)
 
     def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> list[Any]:
-        """Keep the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the JSON values.
+        """Write the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the JSON values of all calls.
 
         The function returns booleans, or a dictionary with booleans under `keep` and side tables by name, or a tuple of either and a JSON
         value. It gets only `columns`. If rows can be kept by reference, other columns are not read and no text is written.
@@ -219,8 +219,7 @@ class StageRun:
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
 
     def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
-        """Write the rows that `make` returns to `table` (None: the main one). Rows written before a crash are reused without calling
-        `make`."""
+        """Write the rows that `make` returns to `table` (None: the main one). Rows written before a crash are reused."""
         staged = self._work.earlier(f"{(table := table or self.kind)}-once-{name}")
         if staged is None:
             self._work.add(table, _table(make(), table), f"once-{name}")

@@ -139,7 +139,7 @@ def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, s
 
 
 def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> dict[int, Held]:
-    """Return prompt number → the text of this part that contains most of this prompt, for each prompt found."""
+    """Return prompt number → the text of this part that has the largest share of the prompt's n-grams, for each prompt found."""
     texts, held = _texts(part, kind, mixture), dict[int, Held]()
     for at, match in search.matches(pa.array([text for _, text in texts], pa.string())):
         for prompt, share in match.shares.items():

@@ -154,7 +154,7 @@ class Match:
 
 
 def match(text: Hashed, index: Index) -> Match | None:
-    """Return the prompt that best matches a document by exact n-grams, or None."""
+    """Return the prompt with the largest share of its n-grams in a document (of equals, the first); None if no n-gram matches."""
     hits: dict[int, set[tuple[int, int]]] = {}
     first: dict[int, tuple[int, int]] = {}
     for length, hashes, owners, table in zip(index.lengths, index.hashes, index.owners, index.tables, strict=True):

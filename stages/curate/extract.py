@@ -97,7 +97,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
-    """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit, or the extraction's own errors."""
+    """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit; other errors of extraction pass."""
     (results,) = _extract_pages([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results

@@ -32,8 +32,7 @@ def _needs(config: GatherConfig, facts: Facts) -> list[str]:
 def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> None:
     """Join documents from several inputs in one table; the configuration may rename each input's source.
 
-    Among documents with the same id, the newest is kept, or the first input's if the times are equal. The others are in `dropped`
-    (`same_id`)."""
+    Of documents with the same id, the newest is kept, or the first input's if the times are equal. The others are dropped (`same_id`)."""
     if config.sources and len(config.sources) != len(documents):
         raise PunaError(f"gather: sources names {len(config.sources)} inputs, but there are {len(documents)}")
     names = config.sources or ("",) * len(documents)

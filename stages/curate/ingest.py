@@ -280,7 +280,8 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
-    """Yield the records of the files as tables, then a dictionary: record count, bytes of bodies, file ending → files without a page."""
+    """Yield the records of the files as tables, then one dictionary: the numbers of records and of body bytes; and by file ending, the
+    number of files without a page, and the reason for one of them."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0

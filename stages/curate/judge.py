@@ -211,8 +211,7 @@ def judge(
 
     The grade is the mean of the possible grades, weighted by their probabilities as the next token after question and document (G-Eval, Liu
     et al., arXiv 2303.16634, section 2); nothing is generated. Documents outside the sample get null. The sample depends only on ids,
-    sources, languages and seed. `train_encoder_quality` and `train_code_reasoning` take the signals as `labels`, as in Llama 3 (arXiv
-    2407.21783, section 3.1.3).
+    sources, languages and seed. `train_encoder_quality` and `train_code_reasoning` take the signals as `labels` (Llama 3, section 3.1.3).
 
     `model` is a model of this pipeline; `checkpoint` is a local Hugging Face folder or a GGUF file. The metric `answer_probability` is the
     mean total probability of the possible answers; if it is low, the model did not understand the question. With `endpoint`, a remote model

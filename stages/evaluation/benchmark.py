@@ -288,7 +288,7 @@ class Bench:
         return rows
 
     def generate(self, prompts: Sequence[list[int]], how: Generation, until: Sequence[str], n: int, where: str) -> list[list[Completion]]:
-        """Return `n` answers per prompt. A prompt too long for the context loses its beginning; see `room_of`."""
+        """Return `n` answers per prompt. Too long a prompt loses its beginning. Raise PunaError if max_gen_toks fills the context."""
         from puna.models.generation import SamplingParams
 
         room = room_of(how, self.longest, where)

@@ -114,7 +114,7 @@ class Asker:
     options: Options = "cloze"
 
     def _context(self, task: Task, document: Document, question: str) -> tuple[str, str | None]:
-        """Return description, examples and question as text and, for a conversation, the mark of `Tokenizer.guard`."""
+        """Return the prompt and, in a chat, `Tokenizer.guard`'s mark, else None. Raise PunaError if no chat template exists or it fails."""
         own, spec = task.file.fewshot_config, task.file
         between = spec.target_delimiter if own.target_delimiter is None else own.target_delimiter
         behind = spec.fewshot_delimiter if own.fewshot_delimiter is None else own.fewshot_delimiter

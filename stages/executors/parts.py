@@ -148,7 +148,7 @@ class PartExecutor(Executor):
         self._advance()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more work. `wait`: wait for accepted work, which may fail otherwise; `cancel_futures`: cancel parts not yet started."""
+        """Accept no more work. `wait`: wait for accepted work; else it may fail. `cancel_futures`: cancel parts that have not started."""
         self._refuse(cancel_futures)
         if wait:
             self._wait(None)

@@ -79,7 +79,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def compute(payload: bytes) -> Answer:
-    """Return the answer of one part. A part's error is in the answer, so that all executors pass errors on in the same way."""
+    """Return a part's result, its error, or why this worker refuses it. Errors are returned, so that all executors treat them alike."""
     driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
         if refused := _refusal(Fingerprint(**driver), modules):

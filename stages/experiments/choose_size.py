@@ -170,7 +170,8 @@ def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
 
 
 def _recipe_of(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
-    """Return the chosen size, with batch size and learning rate by power laws of the ladder's runs, and their schedule and optimizer."""
+    """Return the chosen size, with batch size and learning rate by power laws of the ladder's runs, and their schedule and optimizer.
+    Raise PunaError if the runs do not record `decay_share`."""
     if (decay := max(rows, key=lambda row: row["flops"]).get("decay_share")) is None:
         raise PunaError("choose_size: this law's points do not record the share of steps in which the learning rate decays; run law again")
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})

@@ -122,7 +122,7 @@ def _law_figure(forecaster: Forecaster, run: StageRun) -> None:
 
 
 def loss_figure(forecaster: Forecaster, flops: float, note: str, **further: list[tuple[Any, float]]) -> Figure:
-    """Return a figure of small runs, forecasts of known budgets, the law at the best sizes up to `flops`, and series `further`."""
+    """Return a figure: losses of small runs, forecasts of known budgets, the law at the best sizes up to `flops`, and series `further`."""
     points, law = forecaster.points, [(budget, loss) for budget, _, loss in _best_sizes(forecaster, flops)]
     forecasts = [(test.flops, test.predicted) for test in forecaster.backtests]
     series: dict[str, list[tuple[Any, float]]] = {

@@ -29,7 +29,8 @@ Build = Callable[["Plan", Fields], Values]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's format. `needs` (required), `may` (optional): field → usual columns. `build` converts a row; `tells` checks values."""
+    """A benchmark's format. `needs` (required), `may` (optional): field → usual columns. `build` converts a row. `tells`: True if the
+    values in these columns belong to this benchmark."""
 
     name: str
     build: Build

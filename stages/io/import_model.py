@@ -62,7 +62,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return a template's text (of a name, file or text), on which an artifact's key depends. Raise ValueError for a missing file."""
+        """Return a template's text, since the key depends on it. `value`: name, file or text. Raise ValueError for a missing file."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.template import TEMPLATES

@@ -121,7 +121,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
 
 @dataclass
 class Files:
-    """An input's files. `formats`: name → format; `splits`: name → split, empty if none is `train`; `beside`: names without rows."""
+    """An input's files. `formats`: name → format; `splits`: name → split, empty if none is `train`; `beside`: files without rows."""
 
     formats: dict[str, str] = field(default_factory=dict)
     splits: dict[str, str] = field(default_factory=dict)

@@ -136,7 +136,7 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
 
     A category holds out at least its `heldout_least` smallest chances, but at most a third of its documents. A category that would be held
     out completely is spared. Versions of a page may be in different categories; a URL held out in one category is held out in all.
-    `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance, category).
+    `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance: the URL's hash, 0 to 1; category).
     """
     none = np.zeros(0)
     if config.heldout_fraction == 0:

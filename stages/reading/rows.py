@@ -153,7 +153,7 @@ class _Values:
         self._go(self._at + 1)
 
     def next(self, most: int) -> Any:
-        """Return the value at `_at` and move past it. Raise _Broken if it is not valid JSON, or is longer than `most` characters."""
+        """Return the value at `_at` and move past it. Raise _Broken if it is not valid JSON, or is longer than `most` bytes."""
         while True:
             error: Exception | None = None
             self.repeated = ""
@@ -171,7 +171,7 @@ class _Values:
                 more = end == len(self._text)  # a number may continue
             if more and not self._ended and len(self._text) - self._at <= most:
                 self._read_on()
-            elif (len(self._text) if more else end) - self._at > most:
+            elif len(self._text[self._at : None if more else end].encode("utf-8", "surrogateescape")) > most:
                 raise self._error("row_too_large", f"is longer than {most} bytes", len(self._text))
             elif error is None:
                 self._go(end)
@@ -278,7 +278,7 @@ def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -
 
 
 class _Lines:
-    """An iterator over the lines of a text. It raises csv.Error if the lines read since `size` was set to 0 exceed `most` characters."""
+    """An iterator over the lines of a text. It raises csv.Error if the lines read since `size` was set to 0 exceed `most` bytes."""
 
     def __init__(self, text: io.TextIOWrapper, most: int, unpacking: Unpacking) -> None:
         self._text, self._most, self._unpacking, self.size = text, most, unpacking, 0
@@ -289,7 +289,7 @@ class _Lines:
     def _next(self) -> str:
         self._unpacking.add(0, records=1)
         line = rest = self._text.readline(self._most + 1)
-        self.size += len(line)
+        self.size += len(line.encode("utf-8", "surrogateescape"))
         while self.size > self._most and rest and rest[-1] not in "\r\n":
             rest = self._text.readline(self._most + 1)
         if self.size > self._most:

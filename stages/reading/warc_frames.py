@@ -304,8 +304,7 @@ class _Buffer:
                 return False
 
     def header(self) -> bytes | None:
-        """Return the header with its blank line, or up to the next record's start; None if it is truncated or longer than
-        `MAX_HEADER_BYTES`.
+        """Return the header with its blank line, or up to the next record; None if truncated or longer than `MAX_HEADER_BYTES`.
 
         Bytes after the header are not scanned, so that many false starts do not take quadratic time."""
         searched = 0

@@ -105,7 +105,7 @@ def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -
 
 
 def candidates(rows: Iterable[Ranked], most: int) -> list[Ranked]:
-    """Return a part's candidates for `smallest`, in order, up to and including the first document that does not fit."""
+    """Return rows in order of their hashes, up to and including the first row with which their sizes add up to more than `most` bytes."""
     documents = sorted(rows, key=lambda row: row[:2])
     size = 0
     for number, row in enumerate(documents):

@@ -42,8 +42,7 @@ def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
 
 @contextmanager
 def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterator[dict[str, float]]:
-    """Add adapters if `method` is `lora`, and save (see `keeps`) and merge them at the end of the `with` block. Yield
-    `learning_rate_scales`.
+    """Add adapters if `method` is `lora`; save (see `keeps`) and merge them after the `with` block. Yield `learning_rate_scales`.
 
     With 4-bit matrices, `save_model` merges the adapters instead, so that the model needs less memory until then. With `full`, yield {}."""
     from puna.models.formats.quantised import held_bytes, merge

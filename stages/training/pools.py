@@ -115,7 +115,7 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode enough of each group's documents, in hash order, for small runs. Raise PunaError for a group of one document."""
+    """Encode enough documents of each group, in hash order, for the small runs; return references. Raise PunaError for a group of one."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:
@@ -131,7 +131,7 @@ def build_pools(
 
 
 def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int]], tokenizer: str, seed: int, most: int) -> pa.Table:
-    """Return the first `most` tokens of a part's documents in the groups, up to the last range of hashes that a group needs."""
+    """Return a table with the first `most` tokens of each document in the groups, up to the last range of hashes that its group needs."""
     rows = [(rank(seed, row.id), row) for row in _training(part, mixture) if row.category in last]
     rows = [(order, row) for order, row in rows if order * STEPS >> 63 <= last[row.category][1]]
     vocabulary = load(tokenizer)

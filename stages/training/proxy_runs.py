@@ -121,7 +121,7 @@ def trial_row(number: int, name: str, parameters: dict[str, Any], loss: float, p
 
 @functools.lru_cache(maxsize=1)
 def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDArray[np.bool_]]:
-    """Return an artifact's packed tokens, and the mask of pieces held out for measuring the loss (`Packed.validation`)."""
+    """Return an artifact's packed tokens, and the mask [P] of pieces held out for measuring the loss. See `Packed.validation`."""
     packed = Packed.read(tokens)
     return packed, packed.validation(share, wanted)
 

@@ -37,7 +37,7 @@ class Reference:
         self.computed = 0
 
     def of(self, model: Transformer, examples: Sequence[Example], note: str = "reference") -> list[list[float]]:
-        """Return the summed unmasked log-probability of every answer, prompt by prompt; zeros if the loss needs no reference.
+        """Return the sum of every answer's unmasked log-probs in nats, prompt by prompt; zeros if the loss needs no reference.
 
         The model computes in the precision of training; otherwise ratios would contain bf16 rounding errors.
         """

@@ -81,7 +81,7 @@ class Rewards:
         return {"score": scores, **parts}
 
     def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Return rewards whose `center` is these answers' mean output weighted by scores; unchanged if a part is missing or all score 0."""
+        """Return rewards centered on these answers' mean reward-model output, weighted by `gold`; unchanged without weights or outputs."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)

@@ -151,7 +151,7 @@ class Points:
 
     @property
     def enough(self) -> bool:
-        """True if there are enough points to determine a surface: six distinct ones, of three shapes."""
+        """True if there are enough points to determine a surface: at least six different points, with three numbers of parameters."""
         # Rounded, because token counts differ slightly between a point's seeds.
         different = {(n, round(2 * math.log2(d / n))) for n, d in zip(self.parameters, self.tokens, strict=True)}
         return len(different) >= FEWEST and len({n for n, _ in different}) >= SHAPES
@@ -187,7 +187,7 @@ class Backtest:
 
     @property
     def slope(self) -> float:
-        """Return the absolute error of the log loss per unit of log FLOPs, over a distance of at least log 1.5."""
+        """Return |log(predicted / measured)| per unit of log FLOPs between this budget and the nearest below (at least log `BUDGET`)."""
         # If the points below are just below the budget, the slope would be mostly noise.
         return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 
@@ -204,7 +204,7 @@ class Forecaster:
     backtests: tuple[Backtest, ...]
 
     def statistical(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the predicted loss of a run and the 95 % interval of bootstrapped residuals and seeds, if the surface's form is right."""
+        """Return a run's predicted loss and its 95 % interval from bootstrapped residuals and seeds, if the surface's form is right."""
         value = float(self.surface([parameters], [tokens])[0, 0])
         samples = self.draws([parameters], [tokens])[:, 0] * np.exp(self.noise)
         low, high = np.quantile(samples, [0.025, 0.975])

@@ -327,6 +327,6 @@ def _random() -> list[Tensor]:
 
 
 def _below(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return name → tensor for one part of the state (`moments`, `weights`, …); names omit the part, and numbers are in order."""
+    """Return name → tensor for one part of the state (`moments`, `weights`, …), without its prefix; numeric names are sorted as numbers."""
     own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
     return dict(sorted(own.items(), key=lambda item: (int(item[0]) if item[0].isdecimal() else 0, item[0])))

@@ -64,7 +64,7 @@ def forbidden_words(answer: str, *, forbidden_words: list[str]) -> bool:
 
 @kind("keywords:letter_frequency")
 def letter_frequency(answer: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """True if `letter`, any character, occurs at least, or less than, `let_frequency` times, ignoring case."""
+    """True if the character `letter`, in either case, occurs at least (or less than: `let_relation`) `let_frequency` times."""
     return compare_count(answer.lower().count(letter.lower()), let_relation, let_frequency)
 
 

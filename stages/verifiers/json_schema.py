@@ -19,8 +19,7 @@ FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE
 
 @register
 class JsonSchema(Verifier):
-    """Score 1 if the answer or its last code block is JSON (RFC 8259) that the schema accepts, else 0 with the first error and its
-    location.
+    """Score 1 if the answer or its last code block is JSON (RFC 8259) that the schema accepts, else 0 with the first error's message.
 
     The draft is given by `$schema`, else 2020-12. Formats are checked. A schema with an unknown format, a keyword of another draft or a
     misspelt keyword is rejected, since it would check nothing. Nothing is fetched: a `$ref` must point into the schema or to a draft's
@@ -102,7 +101,7 @@ def _place(error: Any) -> str:
 
 
 def _unresolved_reference(schema: Any, validator: Any) -> str | None:
-    """Return the first `$ref` that points to no schema in the schema or of a draft; parts with an `$id` are not checked."""
+    """Return the first `$ref` whose target is not a schema, in `schema` or in a JSON Schema draft. Parts with an `$id` are not checked."""
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012, specification_with

@@ -96,7 +96,7 @@ class Grade(NamedTuple):
 
 
 def grades(judge: Loaded, requests: Sequence[str], top: int) -> list[Grade]:
-    """Return the judge's mean grade of each request, from 0 to `top`, weighted by the probabilities of the grades."""
+    """Return the judge's expected grade of each request, from 0 to `top`. A request longer than the judge's context gets the grade None."""
     import torch
 
     from puna.models.forest import Forest

@@ -36,7 +36,7 @@ class Refused(ValueError):
 def check_formula(text: str) -> None:
     """Raise Refused unless the text is an arithmetic expression (+ - * / **) of numbers, names and calls of `FUNCTIONS`.
 
-    Strings, attributes, indices and other calls are refused, as are numbers above `MOST_BITS` bits and texts above `MOST_CHARACTERS`."""
+    Strings, attributes, indices, other calls, numbers above `MOST_BITS` bits and texts above `MOST_CHARACTERS` are not allowed."""
     tree = _parse(text)
     if tree is None:
         raise Refused("is not a formula")

@@ -43,7 +43,7 @@ class Link(Peer):
         self.failed: AssertionError | None = None
 
     def refer(self, value: Any, packing: Packing) -> list[Any]:
-        """Return a reference: a number (program's object, tests' function or iterator) or a standard library name; else raise TypeError."""
+        """Return a reference by number (a program's object, a function or iterator of the tests) or standard name, or raise TypeError."""
         if type(value) is Remote:
             return ["o", value.puna_number]
         if isinstance(value, type) and issubclass(value, BaseException) and hasattr(value, "puna_number"):

@@ -155,7 +155,7 @@ class Packing:
 
 
 class Peer:
-    """One end of the connection. `exported`: the objects that the other end may use, by number."""
+    """One end of the connection between program and tests. `exported`: the objects that the other end may use, by number."""
 
     def __init__(self, read: int, write: int) -> None:
         self.reader, self.writer = os.fdopen(read, "rb"), os.fdopen(write, "wb")

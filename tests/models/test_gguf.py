@@ -12,7 +12,7 @@ from puna.models.config import ModelConfig, Moe, RopeScaling
 from puna.models.forest import Forest
 from puna.models.formats.checkpoint import CheckpointError, load, load_with_tokenizer, save
 from puna.models.formats.gguf.files import write
-from puna.models.formats.gguf.layout import permute, raw_config, unpermute
+from puna.models.formats.gguf.layout import permute, raw_config, to_state, unpermute
 from puna.models.formats.gguf.vocabulary import tokenizer_fields
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
@@ -165,3 +165,10 @@ def test_smollm2(smollm2: tuple[Path, Transformer, Tokenizer], tmp_path: Path):
     assert [again.encode(text) for text in HARD] == [tokenizer.encode(text) for text in HARD]
     assert again.chat(messages) == asked and again.stop_ids == tokenizer.stop_ids
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
+
+
+@pytest.mark.parametrize("name", ["weights", "blk.0.unknown.weight"])
+def test_a_tensor_without_a_place_is_an_error(name: str):
+    config = ModelConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, model_type="llama")
+    with pytest.raises(ValueError, match=f"the tensor {name} has no place in this model"):
+        to_state({name: torch.zeros(8, 8)}, config)

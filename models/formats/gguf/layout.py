@@ -132,7 +132,7 @@ def to_state(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
     permuted = ARCHITECTURES[config.model_type] == PERMUTED
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name in SKIPPED or name.split(".")[-2] in EXPERTS:
+        if name in SKIPPED or name.rpartition(".")[0].rpartition(".")[2] in EXPERTS:
             continue
         if permuted and (match := re.search(r"\.attn_([qk])\.", name)):
             tensor = unpermute(tensor, config.num_attention_heads if match[1] == "q" else config.num_key_value_heads)

@@ -1,1 +1,1 @@
-"""Training over several processes under a layout, with one process's objectives and, up to rounding, its results."""
+"""Training over several processes under a layout. Objectives and, up to rounding, results are those of a single process."""

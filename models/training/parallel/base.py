@@ -190,7 +190,7 @@ class Parallel:
         self._published = True
 
     def release(self) -> None:
-        """Free the whole model's weights, until `publish` writes them again, if this rank computes with pieces."""
+        """Free the whole model's weights if this rank trains another, split model; `publish` allocates and writes them again."""
         if self.model is not self.whole:
             for name, parameter in self.whole.named_parameters():
                 if name in self.pieces:

@@ -267,7 +267,7 @@ def message_group(number: int) -> Any:
 
 
 def buckets(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items, in order, in lists of at least `BUCKET` elements each; the last list may have fewer."""
+    """Yield lists of successive items whose sizes, in elements, add up to at least `BUCKET`; the last list may be smaller."""
     bucket, elements = list[T](), 0
     for item in items:
         bucket.append(item)

@@ -152,7 +152,9 @@ class Pipelined(Parallel):
         return values
 
     def _forward(self, stage: int, part: Any, counted: bool, compute: Compute) -> tuple[Tensor | None, Tensor, Values]:
-        """Return a stage's input (None for the first stage), its output (the loss for the last stage), and the last stage's metrics."""
+        """Receive a stage's input, compute its output and send it to the next stage.
+
+        Return the input (None for the first stage), the output (the loss for the last stage), and the last stage's metrics."""
         forest = getattr(part, "targets", part).forest
         weight = next(iter(self.parameters.values()))
         inputs = None

@@ -401,6 +401,18 @@ def test_a_row_of_parquet_is_bounded_as_one_of_json() -> None:
     assert [(row.number, len(row.fields["prompt"])) for row in rows if isinstance(row, Row)] == [(1, 3000), (3, 1)]
 
 
+@pytest.mark.parametrize("kind", ["csv", "json"])
+def test_the_size_of_a_row_is_counted_in_bytes(kind: str) -> None:
+    """Rows of up to 1,024 bytes of UTF-8 pass, whatever the number of their characters; longer ones become faults, and reading goes on."""
+    texts = ["é" * 500, "é" * 1000, "山" * 400, "e" * 1000, "short"]
+    lines = texts if kind == "csv" else [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    content = "\n".join(["text", *lines] if kind == "csv" else lines) + "\n"
+    rows = list(read_rows(io.BytesIO(content.encode()), f"rows.{kind}", kind, 1024))
+    assert [row.fields["text"] for row in rows if isinstance(row, Row)] == [texts[0], *texts[3:]]
+    faults = [row for row in rows if isinstance(row, Fault)]
+    assert [row.number for row in faults] == [2, 3] and all("is longer than 1024 bytes" in row.reason for row in faults)
+
+
 def test_names_that_occur_twice_are_refused(tmp_path: Path) -> None:
     """A row has one value per name, and it is unknown which of two columns is meant."""
     twice = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], ["prompt", "completion", "prompt"])
