@@ -30,7 +30,7 @@ SMALL = [
     "mix_experiment.model={hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}",
     "tokenize.sequence_length=32", "pretrain.validation_tokens=100", "pretrain.compute={precision: fp32}",
     "ladder.model={hidden_size: 24, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1, num_key_value_heads: 1}",
-    "ladder.widths=[8, 12, 16]", "ladder.tokens_per_parameter=0.05", "ladder.multiples=[1.0, 2.0]", "ladder.validation_tokens=100",
+    "ladder.widths=[8, 12, 16]", "ladder.questions=0", "ladder.tokens_per_parameter=0.05", "ladder.multiples=[1.0, 2.0]", "ladder.validation_tokens=100",
     "ladder.rows=[1]", "ladder.rates=[0.01]", "ladder.compute={precision: fp32}", "choose_size={flops: 1e+8, hours: null, gpu: null}",
     "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
     "prompts={tasks: [{task: digits}], train: 1, heldout: 1, draws: 50}",
