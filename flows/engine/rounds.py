@@ -173,10 +173,8 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing. A waiting round is kept.
-
-    If the round passed, `policy@latest` and `policy@round-N` become its candidate. Raise PunaError if `policy@latest` has moved.
-    """
+    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing. A waiting round is kept. If the
+    round passed, `policy@latest` and `policy@round-N` become its candidate. Raise PunaError if `policy@latest` has moved."""
     message = str(done)
     if done.verdict == "passed":
         now = store.aliases().get(POLICY, "")

@@ -125,10 +125,8 @@ def accept_guesses(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: 
 
 
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
-    """Return each row's distribution after penalties, biases, top-k, top-p and min-p [S, V], in at least fp32; and errors by failed row.
-
-    At temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0.
-    """
+    """Return each row's distribution after penalties, biases, top-k, top-p and min-p [S, V], in at least fp32; and errors by failed row. At
+    temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0."""
     z_SV = logits_SV.to(wide(logits_SV.dtype), copy=True)
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], device=z_SV.device)
     tops = (z_SV.amax(1) * scale.to(z_SV)).tolist()

@@ -81,11 +81,8 @@ def _join_texts(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-    """Return the canonical statement, and the annotations of its variables outside functions (such as class fields).
-
-    An annotation's names are reached but not hashed, except for the arguments of `Annotated` (such as a rule of `select`). The tree is
-    changed in place.
-    """
+    """Return the canonical statement, and the annotations of its variables outside functions (such as class fields). An annotation's names
+    are reached but not hashed, except for the arguments of `Annotated` (such as a rule of `select`). The tree is changed in place."""
     worker = _Canonical()
     return worker.visit(node), worker.annotations
 
