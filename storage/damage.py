@@ -97,8 +97,7 @@ def reading(files: Files) -> Files:
 
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
-    """Verify checksums of existing files, unless done recently; return the bytes skipped because of `most`. If one is wrong, run
-    `check`."""
+    """Verify checksums of existing files, unless done recently; return the bytes skipped because of `most`. Run `check` if one is wrong."""
     todo, beyond = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)

@@ -214,8 +214,7 @@ class StageRun:
         return pa.concat_tables(tables) if tables else table_schema(self.kind).schema.empty_table().select(columns)
 
     def rows_once(self, name: str, make: Callable[[], list[dict[str, Any]]], table: str | None = None) -> None:
-        """Write the rows that `make` returns to `table` (None: the main one). Rows written before a crash are reused without calling
-        `make`."""
+        """Write the rows of `make()` to `table` (None: the main one). Rows written before a crash are reused without calling `make`."""
         staged = self._work.earlier(f"{(table := table or self.kind)}-once-{name}")
         if staged is None:
             self._work.add(table, _table(make(), table), f"once-{name}")

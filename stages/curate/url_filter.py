@@ -137,8 +137,7 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
 
 
 def _places(address: urls.Address, longest: int) -> list[str]:
-    """Return the list entries of at most `longest` characters that would match a URL: its host and parent domains, its folders, and the
-    page with its query."""
+    """Return the entries of up to `longest` characters that would match a URL: host, parent domains, folders, the page with its query."""
     folders = [part for part in address.path.lower().split("/") if part][:DEPTH]
     ends = ["".join(f"/{folder}" for folder in folders[:depth]) for depth in range(len(folders) + 1)]
     if address.query:

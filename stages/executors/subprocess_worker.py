@@ -25,8 +25,7 @@ class Apart:
         self.close = self._process.end
 
     def ask(self, job: dict[str, Any], seconds: float, memory_mb: int | None = None) -> dict[str, Any] | str:
-        """Return a job's result, or an error message. `memory_mb`: limit for all jobs, beyond the memory in use at the first one
-        (Linux)."""
+        """Return a job's result, or an error message. `memory_mb`: limit for all jobs, beyond the memory used at the first (Linux)."""
         try:
             return self._process.ask((job, memory_mb), b"", None, seconds)
         except LimitError as error:
