@@ -40,7 +40,7 @@ def _source_files() -> Iterator[Path]:
 def _read(files: Iterable[Path]) -> dict[str, str]:
     """Return the digest of each Python file, or "edited" if it was written after this process started and older code may be running.
 
-    The inode's change time (ctime) decides, as archives may set any modification time. A future one (clocks differ) counts as unedited.
+    The inode's change time (ctime) decides, as archives may set any modification time. A future ctime (clocks differ) counts as unedited.
     """
     start_time, digests = _start_time(), {}
     for file in files:
