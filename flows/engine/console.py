@@ -206,10 +206,8 @@ def in_short(changes: Sequence[Change]) -> str:
 
 @contextlib.contextmanager
 def tee_stderr(tell: Callable[[str], None]) -> Iterator[None]:
-    """Call `tell` with each line that this process or a child writes to standard error within the context, and pass the line on.
-
-    Prefect's own log lines, and lines that a child writes after the context ends, are only passed on.
-    """
+    """Call `tell` with each line that this process or a child writes to standard error within the context, and pass the line on. Prefect's
+    own log lines, and lines that a child writes after the context ends, are only passed on."""
     sys.stderr.flush()
     before = os.dup(2)
     out, into = os.pipe()

@@ -150,9 +150,7 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
     """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size. Several `gpus` need a `gpu`.
-
-    Without `gpu`, the device is this CPU; if that would take years, as many `LARGE` GPUs as hold the state and end in `LONGEST`.
-    """
+    Without `gpu`, the device is this CPU; if that would take years, as many `LARGE` GPUs as hold the state and end in `LONGEST`."""
     from puna.models import accounting
 
     if gpus > 1 and gpu is None:

@@ -53,10 +53,8 @@ Files = Annotated[Output, Kind("external")]
 
 
 def first_sentence(doc: str) -> str:
-    """Return the first whole sentence of a docstring on one line.
-
-    A sentence may span lines and contain colons. It ends at a period, question mark or exclamation mark before a capital or a backtick.
-    """
+    """Return the first whole sentence of a docstring on one line. A sentence may span lines and contain colons. It ends at a period,
+    question mark or exclamation mark before a capital or a backtick."""
     return re.split(r"(?<=[.?!])\s+(?=[A-Z`])", " ".join(doc.partition("\n\n")[0].split()), maxsplit=1)[0]
 
 
@@ -82,9 +80,7 @@ class Flow:
         self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
     ) -> dict[str, Given]:
         """Return each input's value: for an input in `named`, the artifacts given there; for every other, the items of its kind, in order.
-
-        `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing or an item fits no input.
-        """
+        `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing or an item fits no input."""
         inputs: dict[str, Given] = {}
         fitting = assign(f"flow {self.name}", self.inputs, items, named or {})
         for spec in self.inputs:

@@ -28,9 +28,7 @@ SERVED = "PUNA_SERVED_STORE"
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:
     """Set environment variables that are unset: Prefect's folder in `store`, its log level on the terminal (`terminal`), and `OFFLINE`.
-
-    Call this before Prefect is imported. A Prefect server gets all log lines of a run; on the terminal, Puna prints its own progress.
-    """
+    Call this before Prefect is imported. A Prefect server gets all log lines of a run; on the terminal, Puna prints its own progress."""
     os.environ.setdefault("PREFECT_HOME", str(store / "prefect"))
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", terminal)
     for name, value in OFFLINE.items():

@@ -33,10 +33,8 @@ YOUNG = 20_000
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a run: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for a stage's artifact.
-
-    `project`: a project of the store; empty: the recipe's project.
-    """
+    """A request for a run: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for a stage's artifact. `project`: a
+    project of the store; empty: the recipe's project."""
 
     what: str
     recipe: str | None = None
@@ -100,10 +98,8 @@ def target_named(what: str) -> Flow | Stage:
 
 
 def run(request: Request, store: Store) -> None:
-    """Run a flow or a stage; everything is checked before any work starts.
-
-    Progress goes to the Prefect server at PREFECT_API_URL or of a running `puna up`; only the run's end waits for it, briefly.
-    """
+    """Run a flow or a stage; everything is checked before any work starts. Progress goes to the Prefect server at PREFECT_API_URL or of a
+    running `puna up`; only the run's end waits for it, briefly."""
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
     try:

@@ -70,10 +70,8 @@ class Experience:
                 self._past[m.stage].append((came, flat(dict(m.config)), gave))
 
     def expect(self, stage: str, config: Mapping[str, Any], sizes: Sequence[Size]) -> Expected | None:
-        """Estimate a stage's cost on inputs of these sizes; return None without a comparable earlier run in the store.
-
-        The estimate scales the newest of the runs whose configurations differ in the fewest fields; seeds do not count.
-        """
+        """Estimate a stage's cost on inputs of these sizes; return None without a comparable earlier run in the store. The estimate scales
+        the newest of the runs whose configurations differ in the fewest fields; seeds do not count."""
         configuration, now = flat(dict(config)), together(sizes)
         if not (past := [one for one in self._past.get(stage, []) if _near(one[1], configuration)]):
             return None

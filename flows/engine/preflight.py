@@ -32,10 +32,8 @@ STORED_PER_BYTE = 1.5
 
 
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with all unmet needs of the flow's steps and their remedies, including a lack of disk space.
-
-    A step whose artifact exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled.
-    """
+    """Raise PunaError with all unmet needs of the flow's steps and their remedies, including a lack of disk space. A step whose artifact
+    exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled."""
     traced = trace(flow, recipe, given)
     complaints = list(traced.complaints)
     planner = Planner(recipe, store)
@@ -139,8 +137,7 @@ def _room(files: list[External], store: Store) -> list[str]:
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of as many random `pages` as can be read in `seconds`, and their share of all pages. `share`: the share of all
-    pages that `pages` make up."""
+    """Return rough texts of as many random `pages` as can be read in `seconds`, and their share of all pages. `share`: that of `pages`."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):
@@ -152,9 +149,7 @@ def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tup
 
 def document_texts(documents: Artifact, seconds: float) -> tuple[tuple[str, ...], tuple[str, ...], float]:
     """Return the documents' sources (empty unless all were read in time), the starts of the texts read, and the share of documents read.
-
-    The first documents are a random sample, since ids are hashes.
-    """
+    The first documents are a random sample, since ids are hashes."""
     until = time.monotonic() + seconds
     texts: list[str] = []
     sources: set[str] = set()

@@ -85,10 +85,8 @@ class General(StageConfig):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe: field → values, as parsed from YAML. `configs` turns the values of a step into configurations.
-
-    `extra`: the added steps, by label. `project`: the store's project, whose aliases a run reads and sets; empty: the opened store's.
-    """
+    """A recipe: field → values, as parsed from YAML. `configs` turns the values of a step into configurations. `extra`: the added steps, by
+    label. `project`: the store's project, whose aliases a run reads and sets; empty: the opened store's."""
 
     name: str
     seed: int = 0
@@ -180,9 +178,7 @@ def with_file(complaint: str, layers: list[Layer]) -> str:
 
 def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[str, Any], list[Layer]]:
     """Read a recipe by name or YAML file and apply `step.field=value` changes. Return its values and layers, `--set` first, bases last.
-
-    `base`: the recipe that a file inherits from if it names none. Raise PunaError if a file or a change is wrong.
-    """
+    `base`: the recipe that a file inherits from if it names none. Raise PunaError if a file or a change is wrong."""
     files = _layers(name, base, ())
     values: dict[str, Any] = {}
     for layer in reversed(files):
@@ -262,9 +258,7 @@ def shipped_recipes() -> list[str]:
 
 def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a copy in which no two values are one object. Raise PunaError if expanding the YAML aliases gives too many values or levels.
-
-    With aliases, a few lines of YAML can expand to nested lists larger than any memory, or to a list that contains itself.
-    """
+    With aliases, a few lines of YAML can expand to nested lists larger than any memory, or to a list that contains itself."""
     left = MAX_NODES
 
     def copy(value: Any, depth: int) -> Any:

@@ -37,10 +37,8 @@ class TracedStep:
 
 @dataclass
 class Trace:
-    """The steps of a flow in order, its settings, the aliases that it sets, and complaints about wrong values and inputs.
-
-    `regular`: fields of the steps that run unless a recipe leaves them out.
-    """
+    """The steps of a flow in order, its settings, the aliases that it sets, and complaints about wrong values and inputs. `regular`: fields
+    of the steps that run unless a recipe leaves them out."""
 
     steps: list[TracedStep] = field(default_factory=list)
     regular: set[str] = field(default_factory=set)
@@ -152,10 +150,8 @@ def fields(flow: Flow) -> dict[str, Step]:
 
 
 def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", base: str = BASE) -> Recipe:
-    """Return a recipe of a flow by name or file, with `step.field=value` changes. Raise one PunaError for all wrong fields.
-
-    Fields of other flows are checked too, if the recipe has them. `base`: the recipe that a file inherits from if it names none.
-    """
+    """Return a recipe of a flow by name or file, with `step.field=value` changes. Raise one PunaError for all wrong fields. Fields of other
+    flows are checked too, if the recipe has them. `base`: the recipe that a file inherits from if it names none."""
     target = flow_named(flow)
     values, layers = read_values(name, changes or [], base)
     steps, settings = dict(fields(target)), dict(everything(target).settings)

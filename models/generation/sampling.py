@@ -48,10 +48,8 @@ class Drawn(NamedTuple):
 
 
 def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> Drawn:
-    """Draw one token per row by the inverse of the cumulative distribution at the row's `uniform`, or take the token from `settled`.
-
-    Only the row itself fails if its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from.
-    """
+    """Draw one token per row by the inverse of the cumulative distribution at the row's `uniform`, or take the token from `settled`. Only
+    the row itself fails if its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from."""
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
     tokens, lse = token_draw(logits_SV, scale, uniforms)

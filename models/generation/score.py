@@ -33,10 +33,8 @@ class Score(NamedTuple):
 
 
 class Scoring:
-    """Prompts to be scored; `scores[i]` holds a Score per token of prompt i after the last `step`.
-
-    top: number of likeliest tokens per place. temperature: the divisor of the logits. `step` raises RowError if logits are not finite.
-    """
+    """Prompts to be scored; `scores[i]` holds a Score per token of prompt i after the last `step`. top: number of likeliest tokens per
+    place. temperature: the divisor of the logits. `step` raises RowError if logits are not finite."""
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], top: int = 0, temperature: float = 1.0) -> None:
         self.engine, self.prompts, self.top, self.temperature = engine, prompts, top, temperature

@@ -21,10 +21,8 @@ from puna.models.transformer import rotary_table
 
 @dataclass(frozen=True)
 class Kept:
-    """The tokens of a sequence that a cache keeps: its first `sinks` tokens and at least its last `window`, both in whole pages.
-
-    At `room` tokens, `step` tokens (about a quarter of the window) are dropped. The constructor raises ValueError for invalid numbers.
-    """
+    """The tokens of a sequence that a cache keeps: its first `sinks` tokens and at least its last `window`, both in whole pages. At `room`
+    tokens, `step` tokens (about a quarter of the window) are dropped. The constructor raises ValueError for invalid numbers."""
 
     sinks: int
     window: int

@@ -20,9 +20,8 @@ def converse(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, progress: Callable[[int, int], None] | None = None,
     turns: int = 1, respond: Respond = lambda answers: [None] * len(answers),
 ) -> list[list[Completion]]:  # fmt: skip
-    """Return a list of answers per prompt, of at most `turns` model turns each; `params.max_tokens` limits an answer with its replies.
-
-    If a reply leaves no room for another token, the answer ends before it and is not `finished`. `progress` restarts with each turn."""
+    """Return a list of answers per prompt, of at most `turns` model turns each; `params.max_tokens` limits an answer with its replies. If a
+    reply leaves no room for another token, the answer ends before it and is not `finished`. `progress` restarts with each turn."""
     answers = [(prompt, one) for prompt, some in zip(prompts, engine.generate(prompts, params, progress), strict=True) for one in some]
     going = [number for number, (_, one) in enumerate(answers) if one.finished]
     for _ in range(1, turns):

@@ -18,9 +18,7 @@ from puna.storage import PunaError
 @dataclass(frozen=True)
 class ExternalFile:
     """A file of an external input. `name`: relative to the URI. `state`: size, modification time, ETag and so on when it was digested.
-
-    `address` may contain a signature or a password; show and record only `location`.
-    """
+    `address` may contain a signature or a password; show and record only `location`."""
 
     name: str
     address: str = field(repr=False)

@@ -140,10 +140,8 @@ class StageRun:
         return infos
 
     def produce(self, function: Callable[..., pa.Table | dict[str, pa.Table]], items: Sequence[Any], *args: Any) -> None:
-        """Write the tables that `function(item, *args)` returns for each item. Workers write them; no rows pass through this process.
-
-        A stage must pass the same items in every attempt. An item's rows form one shard if no other item has keys in their range.
-        """
+        """Write the tables that `function(item, *args)` returns for each item. Workers write them; no rows pass through this process. A
+        stage must pass the same items in every attempt. An item's rows form one shard if no other item has keys in their range."""
         call = self._next("produce")
         jobs = [Produce(function, item, args, self.kind, f"{call}-{n:06d}", self._work.staging) for n, item in enumerate(items)]
         self._work.ranges.add(self.kind)
@@ -151,7 +149,6 @@ class StageRun:
 
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
         """Write the tables of `function(rows, *args)` for each of `cut` shards of an exchange by id. Return the JSON values of all calls.
-
         The function returns a dictionary of tables, or a tuple of it and a JSON value. To save memory, a call gets one partition's rows."""
         call = self._next("shards")
         self._work.cut = cut
@@ -207,10 +204,8 @@ class StageRun:
             self._work.declare(name or self.kind)
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Write the rows that `make` returns to the main table, in this process; return their `columns`.
-
-        Rows written before a crash are read back without calling `make`. A given `name` must stand for the same rows in every attempt.
-        """
+        """Write the rows that `make` returns to the main table, in this process; return their `columns`. Rows written before a crash are
+        read back without calling `make`. A given `name` must stand for the same rows in every attempt."""
         job = f"{self.kind}-once-{name}"
         ranks.agree(self._work.earlier(job) is None)  # True: the rows are missing, so the other ranks call `make`, too
         self.rows_once(name, make)

@@ -105,10 +105,8 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
 
 
 def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
-    """Return the extraction or the error of each page (body, media type, character set), in order.
-
-    HTML pages are parsed one by one. The model reads them in batches of up to `TOGETHER` bytes; a larger page is read alone.
-    """
+    """Return the extraction or the error of each page (body, media type, character set), in order. HTML pages are parsed one by one. The
+    model reads them in batches of up to `TOGETHER` bytes; a larger page is read alone."""
     results: dict[int, _Found | Exception] = {}
     waiting: dict[int, Parsed] = {}
     size = 0

@@ -171,10 +171,8 @@ def hints(rules: Container[str]) -> str:
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
-    """Raise PunaError if the first records of the inputs cannot be read as configured.
-
-    Every Parquet file must have the named columns. At least one file must hold data: a row (Parquet), a row that gives a page (JSON, CSV),
-    or a byte (other formats)."""
+    """Raise PunaError if the first records of the inputs cannot be read as configured. Every Parquet file must have the named columns. At
+    least one file must hold data: a row (Parquet), a row that gives a page (JSON, CSV), or a byte (other formats)."""
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):
         rejected = next((one for one in results if isinstance(one, Rejected)), None)

@@ -63,10 +63,8 @@ YES_NO: dict[Grade, str] = {
 
 
 class Question(NamedTuple):
-    """A question about a page: the prompt (with a placeholder for the page), the possible answers, and the grade of each answer.
-
-    `start`: the beginning of the model's answer, followed by a space and one of `answers`. `chat`: use the model's chat format.
-    """
+    """A question about a page: the prompt (with a placeholder for the page), the possible answers, and the grade of each answer. `start`:
+    the beginning of the model's answer, followed by a space and one of `answers`. `chat`: use the model's chat format."""
 
     prompt: str
     answers: tuple[str, ...]
@@ -110,10 +108,8 @@ class Grader:
         return [self._encode(text[: TOKEN_CHARACTERS * self.max_tokens])[: self.max_tokens] for text in texts]
 
     def __call__(self, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return each page's grade and the total probability of the possible answers, both float64[n].
-
-        This takes one forward pass: the question's head is computed once, and each page with the tail is a branch of it.
-        """
+        """Return each page's grade and the total probability of the possible answers, both float64[n]. This takes one forward pass: the
+        question's head is computed once, and each page with the tail is a branch of it."""
         import torch
 
         from puna.models.forest import Forest

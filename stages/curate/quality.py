@@ -71,9 +71,7 @@ def write_scores(
     run: StageRun, documents: Artifact, language: Artifact | None, share: float, score: Callable[..., pa.Table], *args: Any
 ) -> tuple[int, float]:
     """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`, per language if `language` is given.
-
-    Return the number of scored documents, and the `share` quantile of their quality (0 if none was scored).
-    """
+    Return the number of scored documents, and the `share` quantile of their quality (0 if none was scored)."""
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
     if not parts:
         run.write_rows([])

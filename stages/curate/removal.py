@@ -21,10 +21,8 @@ def remove(
     run: StageRun, documents: Artifact, decide: Callable[..., Any], items: Sequence[Any], *args: Any, method: str, rule: str,
     threshold: float | None = None,
 ) -> Sequence[Any]:  # fmt: skip
-    """Remove the documents in the tables `decide(item, *args)` (schema DECIDED); write the evidence to `duplicates` and `dropped`.
-
-    Return the JSON value that `decide` returned with each item's table. With `threshold` None, threshold and value are null in `dropped`.
-    """
+    """Remove the documents in the tables `decide(item, *args)` (schema DECIDED); write the evidence to `duplicates` and `dropped`. Return
+    the JSON value that `decide` returned with each item's table. With `threshold` None, threshold and value are null in `dropped`."""
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)
     run.filter(_remove, documents, decided if decided.rows else DECIDED.empty_table(), method, rule, threshold, columns=["id"])

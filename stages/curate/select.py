@@ -218,10 +218,8 @@ def remove_lines(documents: pa.Table, lines: dict[str, dict[int, tuple[str, floa
 
 
 def without_lines(text: str, gone: set[int]) -> tuple[str, dict[int, str]]:
-    """Return the text without the lines whose numbers (from 0) are in `gone`, and the removed text by line number.
-
-    As in `line_dedup`, blank lines after a removed line are also removed if the kept text before them is empty or ends in a blank line.
-    """
+    """Return the text without the lines whose numbers (from 0) are in `gone`, and the removed text by line number. As in `line_dedup`,
+    blank lines after a removed line are also removed if the kept text before them is empty or ends in a blank line."""
     lines, rest, removed, at = text.split("\n"), [], {}, 0
     while at < len(lines):
         stop = at + 1

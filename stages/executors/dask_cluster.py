@@ -128,10 +128,8 @@ class DaskCluster(PartExecutor):
             future.release()
 
     async def _answer(self, future: Any) -> Answer:
-        """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`.
-
-        Dask forgets workers that are away longer than its `lost-worker-timeout`. The lost workers of a local cluster are replaced here.
-        """
+        """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`. Dask forgets workers that are away
+        longer than its `lost-worker-timeout`. The lost workers of a local cluster are replaced here."""
         result, seen = asyncio.ensure_future(future.result()), time.monotonic()
         while not (await asyncio.wait({result}, timeout=LOOK_SECONDS))[0]:
             if self._local is not None:

@@ -186,10 +186,8 @@ class PartExecutor(Executor):
 def map_in_order(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
 ) -> Iterator[Any]:
-    """Yield `function(item, *arguments)` in the order of `items`. Without an executor, compute each value here when it is requested.
-
-    At most `ahead` calls (or two per slot, if more) and about `BYTES_UNDER_WAY` bytes are pending. If the caller stops, cancel the rest.
-    """
+    """Yield `function(item, *arguments)` in the order of `items`. Without an executor, compute each value here when it is requested. At
+    most `ahead` calls (or two per slot, if more) and about `BYTES_UNDER_WAY` bytes are pending. If the caller stops, cancel the rest."""
     if executor is None:
         for item in items:
             yield function(item, *arguments)

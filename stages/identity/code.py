@@ -50,10 +50,8 @@ def _roots(stage: Stage) -> tuple[Name, Name]:
 
 
 def reach(*roots: Name) -> dict[str, str]:
-    """Return `module.symbol` → hash of these symbols (module, name) and of all symbols that they reach, `module:path` → hash of data files,
-    and `library:name` → version. A key uses only `contract`, the contract's version, and `meaning`, one hash of everything else without
-    module names.
-    """
+    """Return `module.symbol` → hash of these symbols (module, name) and of all that they reach, `module:path` → hash of data files, and
+    `library:name` → version. A key uses only `contract`, the contract's version, and `meaning`, a hash of the rest without module names."""
     reach = _reach(*roots)
     hashes = {"contract": str(FORMAT), **reach.symbols}
     data = []

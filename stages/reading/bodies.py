@@ -26,9 +26,8 @@ NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\
 
 
 def decode(body: bytes, encodings: str, limit: int) -> bytes:
-    """Return the decoded body. `encodings`: content encodings in the order of application. Unencoded HTML is returned unchanged.
-
-    Raise ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or has too many or unknown encodings."""
+    """Return the decoded body. `encodings`: content encodings in the order of application. Unencoded HTML is returned unchanged. Raise
+    ValueError if the body is damaged, truncated, larger than `limit` bytes when decoded, or has too many or unknown encodings."""
     several = [e.strip() for e in encodings.split(",") if e.strip()]
     if len(several) > MOST_ENCODINGS:
         raise ValueError(f"{len(several)} nested encodings; at most {MOST_ENCODINGS} are decoded")
@@ -49,10 +48,8 @@ def decode(body: bytes, encodings: str, limit: int) -> bytes:
 
 
 def gunzip(body: bytes, limit: int) -> bytes:
-    """Return the content of consecutive gzip members, at most `limit` + 1 bytes. Any other bytes after them are ignored.
-
-    Raise EOFError if the data end inside a member, zlib.error for damage. A missing checksum or length at the very end is accepted.
-    """
+    """Return the content of consecutive gzip members, at most `limit` + 1 bytes. Any other bytes after them are ignored. Raise EOFError if
+    the data end inside a member, zlib.error for damage. A missing checksum or length at the very end is accepted."""
     out, at, member = bytearray(), 0, True
     while member and len(out) <= limit:
         engine, first = zlib.decompressobj(GZIP), len(out)

@@ -48,9 +48,8 @@ def check_fields(fields: Iterable[pa.Field], where: str) -> None:
 
 
 def open_parquet(handle: BinaryIO, name: str) -> tuple[Any, int]:
-    """Return a Parquet file and the number of rows to read at once. Dictionary-encoded text stays encoded.
-
-    Raise PunaError if the file is not Parquet, a column fails `check_fields`, or the pages decompress beyond `Unpacking`'s limit."""
+    """Return a Parquet file and the number of rows to read at once. Dictionary-encoded text stays encoded. Raise PunaError if the file is
+    not Parquet, a column fails `check_fields`, or the pages decompress beyond `Unpacking`'s limit."""
     with errors_at(f"{name}: not a readable Parquet file", pa.ArrowException, OSError, ValueError, IndexError):
         file = pq.ParquetFile(handle)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]

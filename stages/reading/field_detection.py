@@ -27,9 +27,7 @@ CELL_BYTES = 1 << 26  # maximum bytes of an examined row
 @dataclass(frozen=True)
 class Found:
     """Names of a row's fields. `page`: the page, which is HTML if `html`, else text; `url`, `date`: None if missing; `names`: all fields.
-
-    `others`: the page fields of other files of the input, each with an example file.
-    """
+    `others`: the page fields of other files of the input, each with an example file."""
 
     page: str
     html: bool
@@ -40,10 +38,8 @@ class Found:
 
 
 def sniff(external: External) -> Found | None:
-    """Return the fields in an input's rows, or None if no file has any. Raise PunaError if all files are tables and one has no text.
-
-    If files differ, fields with usual names are preferred, then the fields of the files with the most bytes.
-    """
+    """Return the fields in an input's rows, or None if no file has any. Raise PunaError if all files are tables and one has no text. If
+    files differ, fields with usual names are preferred, then the fields of the files with the most bytes."""
     tables = [file for file in external.files if suffix(file.name) in FORMATS and file.name.rsplit("/", 1)[-1] not in SIDECARS]
     every = tables[:: max(1, len(tables) // FILES)][:FILES]
     votes: dict[Found, tuple[int, int]] = {}

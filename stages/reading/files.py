@@ -114,10 +114,8 @@ def address_of(given: str, source: str, name: str, row: int) -> str:
 
 
 def field_at(row: Any, path: str) -> Any:
-    """Return `row["a"]["b"][0]` for the path `a.b.0`; for `a.*.b`, a list with `b` of every item of the list `a`; None if missing.
-
-    A key of `row` that equals the whole path is preferred.
-    """
+    """Return `row["a"]["b"][0]` for the path `a.b.0`; for `a.*.b`, a list with `b` of every item of the list `a`; None if missing. A key of
+    `row` that equals the whole path is preferred."""
     if isinstance(row, dict) and path in row:
         return row[path]
     value: Any = row

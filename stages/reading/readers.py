@@ -60,10 +60,8 @@ class Columns:
 
 
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield a file as one page or rejection. The media type is derived from the file's name; the date is 1970-01-01.
-
-    The body is truncated to `max_bytes` + 1 decompressed bytes.
-    """
+    """Yield a file as one page or rejection. The media type is derived from the file's name; the date is 1970-01-01. The body is truncated
+    to `max_bytes` + 1 decompressed bytes."""
     media = MEDIA_TYPES.get(suffix(name))
     if media is None:
         yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is not a known type of page")
@@ -97,9 +95,7 @@ def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
     """Yield one page or rejection per row of a Parquet file, read in batches. Raise PunaError for an unreadable file or a missing column.
-
-    Dictionary text is decoded once per batch, or rejected undecoded above `max_bytes`. The rest of a damaged row group is one rejection.
-    """
+    Dictionary text is decoded once per batch, or rejected undecoded above `max_bytes`. The rest of a damaged row group is one rejection."""
     (file, rows), unpacking, end = open_parquet(handle, name), Unpacking(name, handle), 0
     column_names = _existing(file.schema_arrow.names, name, columns)
     for group in range(file.num_row_groups):

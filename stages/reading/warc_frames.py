@@ -115,10 +115,8 @@ def _gzip_blocks(handle: BinaryIO) -> Iterator[Block]:
 
 
 def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int, bytes, int]:
-    """Return (offset of the data, data, index in the data) of the first member at or after data[at] that begins with a record.
-
-    The data are empty at the end of the file. `base`: offset of `data` in the file; `handle` is positioned at the end of `data`.
-    """
+    """Return (offset of the data, data, index in the data) of the first member at or after data[at] that begins with a record. The data are
+    empty at the end of the file. `base`: offset of `data` in the file; `handle` is positioned at the end of `data`."""
     while True:
         position = data.find(GZIP_MAGIC, at)
         skip = position if position >= 0 else max(0, len(data) - 2)  # no magic number before this position
@@ -136,10 +134,8 @@ def _next_member(handle: BinaryIO, base: int, data: bytes, at: int) -> tuple[int
 
 
 def _zstd_blocks(handle: BinaryIO) -> Iterator[Block]:
-    """Yield decompressed zstd frames. After a damaged frame, continue at the next frame's magic number.
-
-    A dictionary may come first, in a skippable frame (WARC-Zstandard).
-    """
+    """Yield decompressed zstd frames. After a damaged frame, continue at the next frame's magic number. A dictionary may come first, in a
+    skippable frame (WARC-Zstandard)."""
     offset, damages = 0, 0
     try:
         dictionary, offset = _dictionary(handle)
@@ -317,10 +313,8 @@ class _Buffer:
                 return None
 
     def _member_end(self) -> int | None:
-        """Return the number of bytes before the next member that begins with a record; None if no such member is in the buffer.
-
-        Other members are ignored: members of a fixed size, as written by bgzip, may end inside a record.
-        """
+        """Return the number of bytes before the next member that begins with a record; None if no such member is in the buffer. Other
+        members are ignored: members of a fixed size, as written by bgzip, may end inside a record."""
         while self._records and self._records[0] <= self._dropped:
             self._records.popleft()
         return self._records[0] - self._dropped if self._records else None

@@ -75,11 +75,8 @@ class Examples:
 
 @dataclass(frozen=True)
 class Scores:
-    """Out-of-fold scores of the labelled documents.
-
-    `labels`: the classes. `confusion` int64[classes, classes]: documents by class (row) and most probable class (column). `counted`:
-    `score_counts` of the score for the class `positive`.
-    """
+    """Out-of-fold scores of the labelled documents. `labels`: the classes. `confusion` int64[classes, classes]: documents by class (row)
+    and most probable class (column). `counted`: `score_counts` of the score for the class `positive`."""
 
     labels: list[str]
     confusion: NDArray[np.int64]
@@ -89,9 +86,7 @@ class Scores:
 @dataclass(frozen=True)
 class _Job:
     """A model to train on the documents outside `fold` that have a class in the column `name`; it scores the documents of the fold.
-
-    `quota`: class → (number of training documents, copies of each document). `state`: folder of the training's checkpoints.
-    """
+    `quota`: class → (number of training documents, copies of each document). `state`: folder of the training's checkpoints."""
 
     fold: int
     name: str
@@ -105,11 +100,8 @@ class _Job:
 def prepare(
     run: StageRun, documents: Artifact, config: ClassifierConfig, exempt: tuple[str, ...], label: Callable[..., Labels], *args: Any
 ) -> Examples:
-    """Write the labelled documents to files in the scratch folder, for `out_of_fold`.
-
-    `label(rows, *args)` returns, for each classifier, the class or None of every document in `rows` (`id`, `source`, `text`). Documents of
-    the sources `exempt` get no class.
-    """
+    """Write the labelled documents to files in the scratch folder, for `out_of_fold`. `label(rows, *args)` returns, for each classifier,
+    the class or None of every document in `rows` (`id`, `source`, `text`). Documents of the sources `exempt` get no class."""
     parts = run.parts(documents, columns=["id", "source", "text"])
     files, rows = [], 0
     counts: dict[str, dict[str, NDArray[np.int64]]] = {}
@@ -195,10 +187,8 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
 
 
 def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:
-    """Return class → (number of training documents, copies of each): large classes are cut, small ones repeated.
-
-    Otherwise a class with few documents would never be predicted.
-    """
+    """Return class → (number of training documents, copies of each): large classes are cut, small ones repeated. Otherwise a class with few
+    documents would never be predicted."""
     # The lower median: with two classes, the smaller one.
     median = sorted(counts.values())[(len(counts) - 1) // 2]
     most = min(config.max_class_documents, int(config.class_ratio * median))

@@ -57,10 +57,8 @@ def reading() -> Iterator[None]:
 
 
 def embed(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
-    """Return the mean of the last hidden states over the first `max_tokens` tokens of each text, float32[n, D].
-
-    Texts are encoded one at a time, so that a vector does not depend on other texts. A Hugging Face encoder reads at most its own maximum.
-    """
+    """Return the mean of the last hidden states over the first `max_tokens` tokens of each text, float32[n, D]. Texts are encoded one at a
+    time, so that a vector does not depend on other texts. A Hugging Face encoder reads at most its own maximum."""
     with reading():
         encode, width = (_own if place.own else _hugging_face)(place.path, max_tokens)
         return np.array([encode(text) for text in texts], np.float32).reshape(len(texts), width)

@@ -63,9 +63,7 @@ class MinhashDedupConfig(StageConfig):
 
     def least_similarity(self, level: int) -> float:
         """Return the minimum similarity for shingles that are `2 ** level` times as wide, since an edit changes `2 ** level` times as many.
-
-        If two equally long documents share the fraction k of their shingles, containment is k and Jaccard similarity k / (2 - k).
-        """
+        If two equally long documents share the fraction k of their shingles, containment is k and Jaccard similarity k / (2 - k)."""
         t = self.threshold
         share = float((t if self.similarity == "containment" else 2 * t / (1 + t)) ** (2**level))
         return share if self.similarity == "containment" else share / (2 - share)

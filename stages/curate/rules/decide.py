@@ -128,10 +128,8 @@ def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str
 
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
-    """Return signal → factors on its thresholds, float64[n], one per row of `table`, from the columns SIGNAL_factor of `languages`.
-
-    Rows are matched by `language` and `script`. A document whose language is not in `languages` has factor 1. A null factor becomes NaN.
-    """
+    """Return signal → factors on its thresholds, float64[n], one per row of `table`, from the columns SIGNAL_factor of `languages`. Rows
+    are matched by `language` and `script`. A document whose language is not in `languages` has factor 1. A null factor becomes NaN."""
     keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
     results = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
     rows = np.array(results, np.int64)
@@ -187,7 +185,6 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
 
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
     """Return rows of the table `dropped`: each document of `table` (id, source, rules' signals) that rules drop, with the first such rule.
-
     With `languages`, `table` also has `language` and `script`, and a document's thresholds depend on its language (`factors_of`)."""
     factors = {} if languages is None else factors_of(languages, table)
     first = np.full(table.num_rows, len(rules), np.int64)
