@@ -84,17 +84,17 @@ def matrix_parameters(config: ModelConfig) -> int:
     return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
 
 
-def normal_rows(seed: int, name: str, rows: int, width: int, first: int = 0) -> NDArray[np.float32]:
-    """Return [rows, width] standard normal numbers in fp32: rows `first`, `first` + 1, ... of the weight `name`.
+def normal_rows(seed: int, name: str, rows: int, width: int) -> NDArray[np.float32]:
+    """Return [rows, width] standard normal numbers in fp32: the first rows of the weight `name`.
 
-    A row is a function of (seed, name, row, width), so that every process can draw its own rows. The numbers come from a counter-based
+    A row is a function of (seed, name, row, width), whatever the other rows and weights are. The numbers come from a counter-based
     generator (Philox, Salmon et al. 2011), whose key is a digest of seed and name; the row is the highest word of its counter.
     """
     key = np.frombuffer(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest(), "<u8")
     bits = np.random.Philox(key=key)
     generator, start = np.random.Generator(bits), bits.state
     values = np.empty((rows, width), np.float32)
-    for row, out in enumerate(values, first):
+    for row, out in enumerate(values):
         start["state"]["counter"][:] = 0, 0, 0, row
         bits.state = start
         generator.standard_normal(dtype=np.float32, out=out)
