@@ -103,7 +103,8 @@ def curated(folder: Path, gigabytes: float, data: Path, kills: list[str], *optio
         inputs = [word for address in addresses for word in ("--input", address)]
         command = [sys.executable, "-m", "puna.flows.cli.main", "run", "curate", "--recipe", "clean", *inputs, *options]
         command += ["--store", str(folder / "store"), "--json"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / ".pkg"), "OMP_NUM_THREADS": "1"}
+        own = os.pathsep.join(filter(None, [str(ROOT / ".pkg"), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": own, "OMP_NUM_THREADS": "1"}
         while True:
             with (folder / "made.jsonl").open("wb") as made:
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=made, stderr=log)
