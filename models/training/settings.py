@@ -169,7 +169,7 @@ class ComputeSettings(Settings):
         8192, ge=16, description="Maximum tokens of a forward and backward pass; a step with more is split, and its gradients are summed"
     )
     layout: Layout = Field(
-        Layout(), description="Processes that train together, along each axis: one, or as many as torchrun or --processes starts",
+        Layout(), description="Processes that train together, along each axis; repeated if more are started by torchrun or --processes",
         json_schema_extra=NO_RESULT,
     )  # fmt: skip
     save_seconds: float = Field(

@@ -71,8 +71,9 @@ def memory(
 ) -> list[str]:  # fmt: skip
     """Return an error message if a training layout is not supported (see `Layout.refusal` for `used`), or if the free memory, if known,
     cannot hold `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`: artifact or shape."""
-    copies = Layout(data=1 if compute is None else max(1, ranks.count() - generate))
-    layout = compute.layout if compute is not None and compute.layout.axes else copies
+    layout = Layout() if compute is None else compute.layout
+    if compute is not None and not (generate and layout.axes):
+        layout = layout.repeated(max(1, ranks.count() - generate))
     here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.processes)
     free, needed, where = facts.available_memory_bytes, float(here * parameters * bytes_each), ""
     if layout.axes and compute is not None:

@@ -107,7 +107,7 @@ def test_memory_that_is_not_there_is_told_with_a_way_out(tmp_path: Path, small: 
 
 
 REFUSED: list[tuple[int, dict[str, object], dict[str, object], str]] = [
-    (1, {"tensor": 2}, {}, r"training\.compute\.layout = tensor 2 needs 2 processes, but 1 run; start with --processes 2"),
+    (1, {"tensor": 2}, {}, r"training\.compute\.layout = tensor 2 needs 2 processes, or a multiple of that; 1 run: start with --processes 2"),
     (7, {"tensor": 7}, {}, r"compute\.layout: layout\.tensor = 7: num_attention_heads is \d+, which it must divide"),
     (64, {"pipeline": 64}, {}, r"layout\.pipeline = 64: the model has \d+ layers only"),
     (2, {"shard": 2}, {"training": {"compute": {"precision": "bf16"}}}, "the layout shard 2 is proved only in fp32"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import join
 from puna.stages.contract.rank_jobs import check
 from puna.stages.executors import ranks as processes
@@ -155,6 +156,70 @@ def test_the_loss_of_an_agent_with_its_ranks_ends_the_others_and_another_agent_t
     assert "rank 1: PunaError: an exchange with another rank failed: " in errors
 
 
+FEWER = """
+import os, signal, socket, sys, time, json
+from pathlib import Path
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.layout import Layout
+from puna.models.training.parallel.mesh import join
+from tests.parallel.cases import trained
+folder, last = Path(sys.argv[1]), []
+def work():
+    torch.set_num_threads(1)
+    join()
+    world = int(os.environ["WORLD_SIZE"])
+    layout = Layout().repeated(world)
+    def at(place, step):
+        if world == 2 and step == 2 and last:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+    result = trained(range(world), layout=layout.model_dump(), folder=str(folder), steps=4, at=at)
+    (folder / "result.json").write_text(json.dumps({"layout": str(layout), **result}))
+def launch(port):
+    configs = {"keep_alive_interval": 1, "last_call_timeout": 2, "join_timeout": 100}
+    config = LaunchConfig(1, 2, 1, run_id="puna", rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", start_method="fork", monitor_interval=0.1,
+                          rdzv_configs=configs)
+    elastic_launch(config, work)()
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+if not os.fork():
+    while True:  # the first agent holds the agents' store
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                break
+        time.sleep(0.1)
+    last.append(True)
+launch(port)
+"""
+
+
+def test_when_an_agent_is_lost_the_others_go_on_with_fewer_copies_of_the_model(ranks: Run, tmp_path: Path):
+    whole = ranks("trained", 2, layout={"data": 2}, folder=str(tmp_path / "whole"), steps=4)[0]
+    with subprocess.Popen([sys.executable, "-c", FEWER, str(tmp_path)], start_new_session=True) as agents:
+        try:
+            agents.wait(timeout=300)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agents.pid, signal.SIGKILL)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert agents.returncode == 0 and result["layout"] == "one process"
+    assert result["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+
+def test_a_layout_is_repeated_over_the_processes_that_run(monkeypatch: pytest.MonkeyPatch):
+    assert Layout(shard=2).repeated(6) == Layout(data=3, shard=2) and Layout(data=2).repeated(2) == Layout(data=2)
+    assert Layout(shard=2).repeated(3) == Layout(shard=2) and Layout(shard=2).repeated(1) == Layout(shard=2)
+    assert "no test proves the layout data 2 x shard 2 x tensor 2 x" not in (Layout(shard=2, tensor=2).repeated(8).refusal("fp32", "cpu") or "")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check(pretrain, PretrainConfig(compute={"layout": {"shard": 2}}))
+    with pytest.raises(PunaError, match=r"compute.layout = shard 3 needs 3 processes, or a multiple of that; 4 run: start with --processes 3 or torchrun"):
+        check(pretrain, PretrainConfig(compute={"layout": {"shard": 3}}))
+
+
 def test_the_status_of_a_failure_is_handed_on_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -282,7 +347,7 @@ def test_a_port_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_layout_of_other_processes_is_refused_by_name():
     settings = PretrainConfig(compute={"layout": {"tensor": 2}})
-    with pytest.raises(PunaError, match=r"compute.layout = tensor 2 needs 2 processes, but 1 run; start with --processes 2"):
+    with pytest.raises(PunaError, match=r"compute.layout = tensor 2 needs 2 processes, or a multiple of that; 1 run: start with --processes 2 or torchrun"):
         check(pretrain, settings)
 
 

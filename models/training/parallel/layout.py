@@ -78,10 +78,19 @@ class Layout(Settings):
     def _is_proved(self) -> Layout:
         if self.pipeline == 1 < self.virtual_stages:
             raise ValueError(f"layout.virtual_stages = {self.virtual_stages}: only a pipeline has stages; set layout.pipeline, too")
-        if self.axes and self.axes not in PROVED:
-            able = "; ".join(sorted(" x ".join(sorted(some)) for some in PROVED))
-            raise ValueError(f"no test proves the layout {self} equal to one process; these are proved: {able}")
+        if why := self._unproved():
+            raise ValueError(why)
         return self
+
+    def _unproved(self) -> str | None:
+        able = "; ".join(sorted(" x ".join(sorted(some)) for some in PROVED))
+        why = f"no test proves the layout {self} equal to one process; these are proved: {able}"
+        return why if self.axes and self.axes not in PROVED else None
+
+    def repeated(self, processes: int) -> Layout:
+        """Return this layout with as many times the copies (`data`) as it fits into `processes`; itself unless that is a whole number."""
+        times, rest = divmod(processes, self.processes)
+        return self if rest else self.model_copy(update={"data": self.data * times})
 
     def misfit(self, config: ModelConfig) -> str | None:
         """Return why a model's shape does not fit this layout; None if it fits."""
@@ -95,7 +104,7 @@ class Layout(Settings):
 
     def refusal(self, precision: str, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
         """Return why no training runs under this layout, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
-        if config is not None and (problem := self.misfit(config)):
+        if problem := self._unproved() or (config and self.misfit(config)):
             return problem
         if self.context > 1 and device != "cpu":
             return "layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet"

@@ -224,8 +224,8 @@ class Mesh:
 
 
 def layout_of(layout: Layout) -> Layout:
-    """Return `layout`, or the layout `data` over all processes if `layout` is for one process and all train together."""
-    return Layout(data=dist.get_world_size()) if together and layout.processes == 1 else layout
+    """Return `layout`, repeated over all processes if they train together."""
+    return layout.repeated(dist.get_world_size()) if together else layout
 
 
 def measured_by_rank_0(name: str, measure: Callable[[], bool]) -> bool:
