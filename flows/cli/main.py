@@ -139,8 +139,8 @@ def _estimate_text(expected: Expected | None) -> str:
 def _readable(name: str, value: Any) -> str:
     if isinstance(value, list):
         return f"\n  {'':26s} ".join(value)
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return value or "none: no tested layout fits"
     if name.startswith("share"):
         return f"{value:.0%}"
     if name.endswith("seconds"):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 CPU_FLOPS = 1e20
 """Maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
-LARGE, LARGE_BYTES = "H100", 80e9
-"""The GPU for plans that are too large for a CPU, and its memory in bytes. The training state may take half of this memory."""
+LARGE, MOST_GPUS = "H100", 2**17
+"""The GPU for plans that are too large for a CPU, and the largest number of GPUs that is tried."""
 MODEL = "times are computed; median error 8 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
 REFUSED = "on GPUs: context parallelism, and bf16 with any axis but data; such layouts are planned in fp32, whose times are unchecked"
 LONGEST = 90 * 86_400
@@ -159,7 +159,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
         large = costs(recipe, LARGE, 1, given, size)
         if large["flops"] > CPU_FLOPS:
             planned, needed = large, 1
-            while planned["state_bytes"] > LARGE_BYTES / 2 or planned["seconds"] > LONGEST:
+            while needed < MOST_GPUS and (planned["seconds"] is None or planned["seconds"] > LONGEST):
                 needed *= 2
                 planned = costs(recipe, LARGE, needed, given, size)
             why = f"no --gpu given; this CPU would take years for {large['flops']:.1e} operations"
@@ -194,7 +194,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
         **({"model": MODEL} if gpu else {}), **({"not_proved": REFUSED} if gpus > 1 else {}),
         "device_flops_per_second": machine.matrix_flops * gpus,
         "device_ops_per_byte": machine.ops_per_byte,
-        "seconds": sum(phase["seconds"] for phase in phases),
+        "seconds": None if any(phase["seconds"] is None for phase in phases) else sum(phase["seconds"] for phase in phases),
         "phases": phases,
     }
 
@@ -236,18 +236,20 @@ def _phase(
     moments, accumulated = training.optimizer.state_bytes, at_once < sum(step)
     resting = accounting.state_bytes(config, precision, moments)
     peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True))
-    seconds, layouts = time.total / gpus, {}
+    seconds: float | None = time.total / gpus
+    layouts = {}
     if gpu:
         work = Work(phase.full_rows, row, at_once, precision, moments=moments)
         ranked = best_layouts(config, work, gpus, data_sheet(gpu), z_loss=training.z_loss)
-        seconds, layouts = ranked[0].seconds if ranked and ranked[0].fits else seconds, {"layouts": _describe_layouts(ranked, gpu, gpus)}
+        layouts = {"layouts": _describe_layouts(ranked, gpu, gpus)}
+        seconds = ranked[0].seconds if ranked and ranked[0].fits else None
     return {
         "name": phase.name, "steps": phase.steps, "tokens_per_step": sum(step), "tokens": round(sum(step) * steps), "flops": flops * steps,
         "flops_per_token": flops / sum(step), "arithmetic_intensity": accounting.intensity(config, step, precision),
         "activation_bytes": accounting.activation_bytes(config, at_once, precision), "peak_bytes": peak - resting + resting // gpus,
         "peak_bytes_checkpointing": checkpointing - resting + resting // gpus, **layouts, "seconds_per_step": seconds,
         "share_of_matrices": time.matrices / time.total, "share_of_attention": time.attention / time.total,
-        "share_of_memory": time.memory / time.total, "seconds": seconds * steps,
+        "share_of_memory": time.memory / time.total, "seconds": None if seconds is None else seconds * steps,
     }  # fmt: skip
 
 
@@ -255,7 +257,7 @@ def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
     """Return a line for each layout that fits; if none fits, one line, which names the layout with the least memory if there is any."""
     lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB per device ({one.reason})" for one in ranked]
     if not ranked:
-        return [f"no tested layout fits the step and the model on {gpus} devices; the time assumes that they share the work evenly"]
+        return [f"no tested layout divides the step and the model among {gpus} devices"]
     if not ranked[0].fits:
-        return [f"no tested layout fits into {gpu}; the time assumes that {gpus} share the work evenly. The least memory: {lines[0]}"]
+        return [f"no tested layout fits into {gpu}. The least memory: {lines[0]}"]
     return lines

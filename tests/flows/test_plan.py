@@ -171,7 +171,8 @@ def test_a_plan_for_several_devices_lists_the_layouts_that_fit() -> None:
 
 def test_a_plan_that_no_layout_fits_says_so() -> None:
     plan = costs(load("llama3-405b", [], "pretrain"), "H100", 16)
-    assert all("no tested layout fits into H100" in phase["layouts"][0] for phase in plan["phases"])
+    assert all("no tested layout fits into H100" in phase["layouts"][0] and phase["seconds"] is None for phase in plan["phases"])
+    assert plan["seconds"] is None
 
 
 def test_the_plan_of_answers_is_the_roofline_of_the_model_and_the_prompts(tmp_path: Path) -> None:
