@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, StoreOption, import_modules
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.storage import PunaError
 from puna.storage.store import folder_of
@@ -60,7 +61,7 @@ def demo_pages(
 
     sample = make_sample(folder or sample_folder(folder_of(store)), quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(sample), default=str))
+        typer.echo(json_text(asdict(sample)))
     else:
         for file in sample.files:
             typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")

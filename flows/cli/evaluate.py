@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from puna.flows.cli.inspect import JsonOption, ProcessesOption, ProjectOption, StoreOption, leads, print_rows
 from puna.flows.cli.load_engine import serving_options
 from puna.flows.cli.model import SERVING, ModelArgument
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import short
 from puna.models.serving import ServingSettings
@@ -86,7 +87,7 @@ def evaluate(
         with errors_at(f"--output {output}", OSError):
             output.write_text(text, encoding="utf-8")
     if as_json:
-        return typer.echo(json.dumps(json.loads(text)))
+        return typer.echo(json_text(json.loads(text)))
     _print_scores(evaluation)
 
 
@@ -238,7 +239,7 @@ def predict(
     forecast = _forecast(opened, {"flops": flops, "hours": hours, "gpu": gpu, "sequence_length": sequence_length}, law)
     metrics: dict[str, Any] = forecast.manifest.metrics
     if as_json:
-        return typer.echo(json.dumps({"id": forecast.id, "recipe": str(forecast.path("recipe.yaml")), **metrics}))
+        return typer.echo(json_text({"id": forecast.id, "recipe": forecast.path("recipe.yaml"), **metrics}))
     low, high = metrics["predicted_loss_low"], metrics["predicted_loss_high"]
     typer.echo(f"loss      {metrics['predicted_loss']:.3f} nats per token ({low:.3f} to {high:.3f})")
     typer.echo(f"shape     {metrics['shape']}, {short(metrics['parameters'])} parameters in matrix products")

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import typer
 
 from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import size
 from puna.stages.contract import did_you_mean
@@ -120,7 +121,7 @@ def export(
     else:
         files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
     if as_json:
-        return typer.echo(json.dumps([str(file) for file in files]))
+        return typer.echo(json_text(files))
     for file in files:
         typer.echo(f"{file}  {size(file.stat().st_size)}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from datetime import datetime, timedelta
-from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from puna.flows.engine.console import summary, tee_stderr
+from puna.flows.engine.console import json_text, summary, tee_stderr
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.html.markup import size
 from puna.flows.report.why import fate
@@ -58,10 +57,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
     """Print the first MOST_ROWS rows as a table, or all rows as JSON lines."""
     if as_json:
         for row in rows:
-            line = json.dumps(row, default=_json_value)
-            if "NaN" in line or "Infinity" in line:  # JSON has no such numbers: they become null
-                line = json.dumps(json.loads(line, parse_constant=lambda _: None))
-            typer.echo(line)
+            typer.echo(json_text(row))
         return
     names = columns or (list(rows[0]) if rows else [])
     table = Table(box=None, header_style="bold")
@@ -73,12 +69,6 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
     terminal.print(table)
     if len(rows) > MOST_ROWS:
         terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")
-
-
-def _json_value(value: Any) -> str | int | float:
-    if isinstance(value, Decimal):  # DuckDB's sum of whole numbers, among others
-        return int(value) if value == value.to_integral_value() else float(value)
-    return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _when(created_at: str) -> str:
@@ -97,7 +87,7 @@ def _cell(value: Any) -> str:
     elif isinstance(value, bytes):
         text = f"{len(value):,} bytes"
     elif isinstance(value, (bool, list, dict)):
-        text = json.dumps(value, default=_json_value, ensure_ascii=False)
+        text = json_text(value, ascii=False)
     else:
         text = str(value)
     return text if len(text) <= 300 else text[:297] + "…"
@@ -182,7 +172,7 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
     m = artifact.manifest
     suspect = opened.suspects().get(artifact.key)
     if as_json:
-        return typer.echo(json.dumps(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
+        return typer.echo(json_text(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
     typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.names().get(artifact.key, []))}")
     typer.echo(artifact.folder)
     if suspect:
@@ -244,7 +234,7 @@ def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: Proje
     before, changes = explaining.explain(opened, artifact)
     if as_json:
         rows = [{"what": c.what, "name": c.name, "before": c.before, "now": c.now} for c in changes]
-        return typer.echo(json.dumps({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
+        return typer.echo(json_text({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
     if before is None:
         return typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
     typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
@@ -280,7 +270,7 @@ def near(
     artifact = _documents(opened, documents)
     rows = describe(resembling(_text_of(file), artifact, least)[:most], artifact)
     if as_json:
-        return typer.echo(json.dumps({"documents": artifact.id, "found": rows}))
+        return typer.echo(json_text({"documents": artifact.id, "found": rows}))
     typer.echo(f"{artifact.id}, {artifact.rows():,} documents: {len(rows) or 'nothing'} similar")
     if rows:
         shares = ("similarity", "of_text", "of_document")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from puna.flows.cli.inspect import (
     import_modules,
     leads,
 )
-from puna.flows.engine.console import fail
+from puna.flows.engine.console import fail, json_text
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
 from puna.flows.engine.recipe import project_change
@@ -116,7 +115,7 @@ def plan(
     costs = answering(sample, request, store, gpu) if sample is not None else []
     if as_json:
         summary = {**estimate, **({"answering": costs} if costs else {})}
-        return typer.echo(json.dumps({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
+        return typer.echo(json_text({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
     for step in steps:
         typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_estimate_text(step.expected)}")
     counts = Counter(step.state for step in steps)
@@ -163,9 +162,11 @@ def clean(
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     workers: WorkersOption = None,
+    modules: ModuleOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Turn your own pages (WARC, HTML, text, Parquet, JSON, CSV) or documents of the store into clean documents, with a report."""
+    import_modules(modules)
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.cli.clean import clean as run_clean
@@ -178,7 +179,7 @@ def clean(
         say=say, quiet=as_json,
     )  # fmt: skip
     if as_json:
-        return typer.echo(json.dumps(asdict(result), default=str))
+        return typer.echo(json_text(asdict(result)))
     typer.echo(f"{result.kept:,} of {result.pages:,} pages are clean documents: {result.documents}")
     most = ", ".join(f"{rule} {count:,}" for rule, count in list(result.rules.items())[:3])
     typer.echo(f"dropped pages with their rules{f' (most by {most})' if most else ''}: {result.dropped}")

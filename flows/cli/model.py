@@ -13,6 +13,7 @@ import typer
 
 from puna.flows.cli.inspect import ProjectOption, StoreOption
 from puna.flows.cli.load_engine import load_engine, serving_options
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.server.client import end_with
 from puna.models.memory import Work
@@ -186,7 +187,7 @@ def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]],
             stream = TextStream(tokenizer, context=ids if raw else ())
             text = "".join(map(stream.add, answer.tokens)) + stream.rest
             whole = {"prompt": prompt, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
-            typer.echo(json.dumps({**whole, "read": len(ids), **cost}, ensure_ascii=False) if as_json else text)
+            typer.echo(json_text({**whole, "read": len(ids), **cost}, ascii=False) if as_json else text)
     if searched and not as_json:
         draws = sum(int(cost["drawn"]) for _, _, row in rows for _, cost in row)
         answered = sum(len(answer.tokens) for _, _, row in rows for answer, _ in row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections import Counter
@@ -18,6 +17,7 @@ import typer
 from numpy.typing import NDArray
 
 from puna.flows.cli.inspect import print_rows
+from puna.flows.engine.console import json_text
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import fields, flow_named, load
 from puna.stages.contract import Value, execute
@@ -296,7 +296,7 @@ def rules(
         result = evidence(Annotations(pages, Store.open(folder), config), recipe, changes or ())
     rows = columns_of(result, by)
     if as_json:
-        return typer.echo(json.dumps({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
+        return typer.echo(json_text({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
     print_rows([{name: f"{value:.4f}" if isinstance(value, float) else value for name, value in row.items()} for row in rows], False)
     whole = result.whole[ALL]
     typer.echo(f"Judged on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from decimal import Decimal
 from types import TracebackType
 from typing import Any
 
@@ -87,7 +89,7 @@ class Console:
         self.remove_bar(step)
         artifact = outcome.artifact
         if self.json:
-            print(json.dumps(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)
+            print(json_text(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)
         state = "[green]reused[/]" if outcome.reused else f"{outcome.seconds:5.1f} s"
         rows = f"{artifact.rows():>9,} rows" if artifact.kind in artifact.tables else ""
         dropped = f", {artifact.rows('dropped'):,} dropped" if "dropped" in artifact.tables else ""
@@ -184,6 +186,20 @@ def _rewards(artifacts: list[tuple[str, Artifact]]) -> Table:
         if "heldout_accuracy" in metrics and artifact.kind == "model":
             table.add_row(step, f"{metrics['heldout_accuracy']:.3f}", f"{metrics['heldout_pairs']:,}")
     return table
+
+
+def json_text(value: Any, *, ascii: bool = True) -> str:
+    """Return a value as JSON on one line; NaN and infinities, which JSON lacks, become null. `ascii`: escape all other characters."""
+    line = json.dumps(value, default=_json_value, ensure_ascii=ascii)
+    if "NaN" in line or "Infinity" in line:
+        line = json.dumps(json.loads(line, parse_constant=lambda _: None), ensure_ascii=ascii)
+    return line
+
+
+def _json_value(value: Any) -> str | int | float:
+    if isinstance(value, Decimal):  # DuckDB's sum of whole numbers, among others
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
 
 
 def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
 from puna.flows.engine.inputs import check_address, reads_sample
 from puna.flows.engine.launch import Request, changes_of, run_flow, run_stage
 from puna.flows.engine.recipe import as_yaml
+from puna.flows.engine.trace import add_served_modules
 from puna.flows.prefect import task  # noqa: F401 - importing it makes sessions run steps as tasks
 from puna.flows.prefect.deployment_sync import STOPPED, DeploymentSync
 from puna.flows.prefect.forms import Offer, offers, reference_in
@@ -153,6 +154,7 @@ def _description(annotation: Any) -> str:
     return description or first_sentence(inspect.getdoc(annotation) or "")
 
 
+add_served_modules()
 OFFERS = {offer.flow: offer for offer in offers()}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from puna.flows.engine.cost import Total, steps_of
 from puna.flows.engine.launch import Request
 from puna.flows.engine.plan import STATES, PlannedStep
+from puna.flows.engine.trace import add_served_modules
 from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.web import questions
 from puna.flows.web.bounded import IDLE_SECONDS, MEMORY_BYTES
@@ -28,6 +29,7 @@ COSTS = ("time", "disk", "memory")
 def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     store = Store.existing(question["store"])
     try:
+        add_served_modules()
         if question["question"] == "sql":
             return {"html": str(questions.answer(store, question["q"]))}
         request = request_of(offer_of(question["name"]), question["asked"])

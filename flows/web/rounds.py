@@ -121,7 +121,9 @@ def _waits(one: Round, project: str) -> Html:
         table(["task", "policy", "candidate", "gain, 95 % interval"], lines, numeric=(1, 2, 3)),
         tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
             tag("a", "chat with it", href=f"/puna/chat?model={one.candidate.id}")),
-        tag("form", hidden_input("project", project), field("Your name", tag("input", name="by", type="text", required=True)),
+        # Enter in a text field presses the form's first button: a disabled one, so that only a click decides.
+        tag("form", tag("button", type="submit", disabled=True, hidden=True), hidden_input("project", project),
+            field("Your name", tag("input", name="by", type="text", required=True)),
             field("Why", tag("input", name="reason", type="text")),
             tag("p", tag("button", "Approve", class_="main", name="verdict", value="approve"), " ",
                 tag("button", "Refuse", name="verdict", value="refuse"), class_="buttons"),
