@@ -68,7 +68,8 @@ def _round(
     start = pretrained or (_as_output(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
     count_config = NewPromptsConfig(count=new_prompts_per_round())
-    enough = partial(_pool, used=history.task_counts(), more=_more(count_config))
+    counts = Counter(task for artifact in history.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
+    enough = partial(_pool, used=counts, more=_more(count_config))
     pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=enough)
     used = [_as_output(item) for item in history.prompts]
     fresh = step(new_prompts, default=count_config, number=number, pool=pool, used=used)

@@ -314,14 +314,14 @@ def new_prompts(number: int) -> Output:
     round learns from demonstrations and preferences, not from references that its controls do not get.
     """
     train = new_prompts_per_round()
-    return _slice(f"prompts_{number}", _set_aside() + (number - 1) * train, train)
+    return _slice(f"prompts_{number}", prompts_taken(_development()) + (number - 1) * train, train)
 
 
 def development_prompts() -> Output | None:
     """Return the prompts on which an average's weights are searched; no training uses them. None if the recipe omits `average`."""
-    if not _development():
+    if not (configs := _development()):
         return None
-    pool = _slice("development_pool", 0, _set_aside())
+    pool = _slice("development_pool", 0, prompts_taken(configs))
     return step(unused_prompts, "development", default=DEVELOPMENT, pool=pool)
 
 
@@ -335,12 +335,8 @@ def _slice(label: str, first: int, count: int) -> Output:
     return step(prompts, label, field="prompts", adapt=of)
 
 
-def _set_aside() -> int:
-    """Return the number of prompts of each task that are reserved for development."""
-    return prompts_taken(_development())
-
-
 def _development() -> list[StageConfig | None]:
+    """Return the configurations of the step that reserves prompts for development; none if the recipe omits `average`."""
     wanted_step = Step("development", "development", unused_prompts, DEVELOPMENT)
     return current_walk().configs(wanted_step) if current_walk().configs(Step("average", "average", average)) else []
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import keyword
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, StoreOption, import_modules
+from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, StoreOption, import_modules, replacing
 from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.storage import PunaError
@@ -84,15 +82,9 @@ def write_project(folder: Path) -> list[Path]:
         raise PunaError(f"new {folder}: the name is the package's: lower-case letters, digits and _, for example my_rules")
     if folder.exists():
         raise PunaError(f"new {folder}: already exists; choose another name")
-    part = folder.with_name(f".{name}.{os.getpid()}")
-    try:
+    with replacing(folder, f"new {folder}", "choose another place") as part:
         for template in TEMPLATES.rglob("*.txt"):
             file = part / str(template.relative_to(TEMPLATES).with_suffix("")).replace("PROJECT", name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(template.read_text(encoding="utf-8").replace("PROJECT", name), encoding="utf-8")
-        os.replace(part, folder)
-    except OSError as error:
-        raise PunaError(f"new {folder}: cannot be written ({error}); choose another place") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return sorted(file for file in folder.rglob("*") if file.is_file())

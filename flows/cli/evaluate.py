@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from puna.flows.cli.inspect import JsonOption, ProcessesOption, ProjectOption, StoreOption, leads, print_rows
+from puna.flows.cli.inspect import JsonOption, ProjectOption, RanksOption, StoreOption, leads, print_rows
 from puna.flows.cli.load_engine import serving_options
 from puna.flows.cli.model import SERVING, ModelArgument
 from puna.flows.engine.console import json_text
@@ -58,7 +58,7 @@ def evaluate(
     serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
-    processes: ProcessesOption = 1,
+    processes: RanksOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Score a model on benchmarks (multiple choice, perplexity, verified answers) or held-out prompts, with confidence intervals.
@@ -106,7 +106,7 @@ def _print_scores(evaluation: Artifact) -> None:
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """Sort `names` into stage inputs (task files, folders, prompts) and the harness's built-in tasks. Raise PunaError for other names."""
+    """Split `names` into inputs of the stage (task files, prompts) and the harness's built-in tasks. Raise PunaError for other names."""
     inputs: list[External] = []
     prompts: list[Artifact] = []
     own = []
@@ -130,7 +130,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with its data files, found beside it or in the working directory. Raise PunaError if one is missing."""
+    """Return a task file with its data files, which lie beside it or in the working directory. Raise PunaError if one is missing."""
     (own,) = External.resolve(str(path))
     spec = read_task(path.read_bytes(), str(path))
     files = list(own.files)
@@ -146,7 +146,7 @@ def _task_input(path: Path) -> External:
 def _run(
     store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
 ) -> Artifact:
-    """Return a model's evaluation; if `model` is a path, import it first. `own`: the harness's built-in tasks; None: run `benchmark`."""
+    """Return a model's evaluation; import the model first if it is a path. `own`: built-in tasks of the harness; None: do not use it."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
@@ -224,8 +224,8 @@ def predict(
 ) -> None:  # fmt: skip
     """Forecast the loss that a training budget reaches, with its 95 % interval, and the model shape and number of tokens that reach it.
 
-    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss of a pretraining run
-    of the forecast's size, or of about the same FLOPs and number of tokens on the ladder's data.
+    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss measured later: that of a
+    run which trained the forecast's model, or used about the same FLOPs and number of tokens on the ladder's data.
     """
     opened = Store.existing(store, project)
     if outcomes:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 import pyarrow.parquet as pq
 import typer
 
-from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
+from puna.flows.cli.inspect import JsonOption, ModuleOption, ProjectOption, StoreOption, import_modules
 from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import size
 from puna.stages.contract import did_you_mean
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import PunaError, Store
 
 if TYPE_CHECKING:
     from puna.stages.io.export import Format
@@ -42,7 +42,7 @@ def import_(
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     modules: ModuleOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Import a model (a checkpoint with its tokenizer), a classifier, or data (JSON lines, Parquet, CSV, data sets on disk or the hub)."""
     from puna.flows.engine.inputs import alias_of
@@ -100,10 +100,11 @@ def export(
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="With awq: calibration text of 8,192 tokens")] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write an artifact as plain files: a model for transformers, vLLM or llama.cpp, data as Parquet or JSON lines."""
-    from puna.stages.io.export import export_data, export_model
+    from puna.stages.curate.minhash.index import signature_table
+    from puna.stages.io.export import export_data, export_model, new_folder
 
     opened = Store.existing(store, project)
     artifact = opened.check(opened.resolve(identity), whole=True)
@@ -117,21 +118,12 @@ def export(
     if artifact.kind == "model":
         files = export_model(artifact, folder, cast("Format", format or "hf"), text)
     elif format == "datasketch":
-        files = [_export_signatures(artifact, folder)]
+        with new_folder(folder) as part:
+            pq.write_table(signature_table(artifact), part / "signatures.parquet", compression="zstd")
+        files = [folder / "signatures.parquet"]
     else:
         files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
     if as_json:
         return typer.echo(json_text(files))
     for file in files:
         typer.echo(f"{file}  {size(file.stat().st_size)}")
-
-
-def _export_signatures(documents: Artifact, folder: Path) -> Path:
-    """Write the MinHash signatures from the documents' near-duplicate index to a Parquet file for datasketch; return the file."""
-    from puna.stages.curate.minhash.index import signature_table
-    from puna.stages.io.export import new_folder
-
-    table = signature_table(documents)
-    with new_folder(folder) as part:
-        pq.write_table(table, part / "signatures.parquet", compression="zstd")
-    return folder / "signatures.parquet"

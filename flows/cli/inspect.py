@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sys
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +19,7 @@ from rich.table import Table
 
 from puna.flows.engine.console import json_text, summary, tee_stderr
 from puna.flows.engine.defaults import DEFAULT_STORE
-from puna.flows.html.markup import size
+from puna.flows.html.markup import cell_text, size
 from puna.flows.report.why import fate
 from puna.stages import plugins
 from puna.stages.contract import rank_jobs
@@ -27,7 +31,7 @@ from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
 app = typer.Typer()
-ProcessesOption = Annotated[
+RanksOption = Annotated[
     int, typer.Option(min=1, help="Number of processes that train together or divide the prompts; by default each holds the whole model")
 ]
 ModuleOption = Annotated[
@@ -51,6 +55,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard outpu
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
 MOST_ROWS = 200
 HTML = (".html", ".htm", ".xhtml")
+
+
+@contextlib.contextmanager
+def replacing(target: Path, where: str, remedy: str) -> Iterator[Path]:
+    """Yield a temporary path for a file or folder, which replaces `target` unless an error is raised. Turn OSError into PunaError."""
+    part = target.with_name(f".{os.getpid()}-{target.name}")
+    try:
+        yield part
+        os.replace(part, target)
+    except OSError as error:
+        raise PunaError(f"{where}: cannot be written ({error}); {remedy}") from error
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
@@ -80,16 +99,7 @@ def _number(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        text = f"{value:.6g}"
-    elif isinstance(value, bytes):
-        text = f"{len(value):,} bytes"
-    elif isinstance(value, (bool, list, dict)):
-        text = json_text(value, ascii=False)
-    else:
-        text = str(value)
+    text = json_text(value, ascii=False) if isinstance(value, (bool, list, dict)) else cell_text(value)
     return text if len(text) <= 300 else text[:297] + "…"
 
 
@@ -100,18 +110,15 @@ def _counts(log: RunLog) -> dict[str, int]:
 @app.command("list")
 def list_(
     kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
-    runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="List runs instead of artifacts")] = False,
     store: StoreOption = DEFAULT_STORE,
-    project: Annotated[
-        str | None,
-        typer.Option(
-            "--project", metavar="NAME", callback=_project, help="Only artifacts that the project's runs made or its aliases name"
-        ),
-    ] = None,
+    project: Annotated[str | None, typer.Option(metavar="NAME", callback=_project, help="Only this project's runs or artifacts")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List artifacts with their aliases, or runs, oldest first; --project limits the list to one project."""
+    """List artifacts with their aliases, or runs, oldest first. A project's artifacts are those that its runs made or its aliases name."""
     opened = Store.existing(store, project)
+    if runs and kind is not None:
+        raise PunaError(f"list {kind} --runs: runs have no kind; leave one of the two out")
     if runs:
         logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
         if as_json:
@@ -312,7 +319,10 @@ def verify(
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Move damaged artifacts to quarantine, to be recomputed")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare files with their checksums. List damaged artifacts, suspects (made from damaged ones), lost aliases; exit with 1 if any."""
+    """Compare files with their checksums. List damaged artifacts, suspects (artifacts made from damaged ones) and lost aliases.
+
+    The exit status is 1 if any is found.
+    """
     opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you accept")

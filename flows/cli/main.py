@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql
-from puna.flows.cli.inspect import (
-    JsonOption,
-    ModuleOption,
-    NameArgument,
-    ProcessesOption,
-    ProjectOption,
-    StoreOption,
-    import_modules,
-    leads,
-)
+from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, RanksOption, StoreOption, import_modules, leads
 from puna.flows.engine.console import fail, json_text
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
 from puna.flows.engine.recipe import project_change
 from puna.flows.engine.trace import load
-from puna.flows.html.markup import duration, size
 from puna.flows.report import write
 from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
-
-if TYPE_CHECKING:
-    from puna.flows.engine.plan import Expected
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="From raw web pages to an aligned language model."
@@ -63,7 +51,7 @@ def run(
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"Executor of the work: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set for a stage's artifact: NAME@latest")] = None,
-    processes: ProcessesOption = 1, as_json: JsonOption = False,
+    processes: RanksOption = 1, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Run a flow or a single stage; existing artifacts are reused."""
     if not leads(processes, modules):
@@ -74,11 +62,9 @@ def run(
     from puna.flows.engine.inputs import alias_of, column_changes
 
     import_modules(modules)
-    fields = column_changes(columns or (), "ingest")
+    fields = (*column_changes(columns or (), "ingest"), *(changes or ()))
     alias = None if name is None else alias_of(name)
-    all_changes = (*fields, *(changes or ()))
-    request = launch.Request(what, recipe, all_changes, tuple(inputs or ()), workers, executor, as_json, alias, project or "")
-    launch.run(request, opened)
+    launch.run(launch.Request(what, recipe, fields, tuple(inputs or ()), workers, executor, as_json, alias, project or ""), opened)
     ranks.finish()
 
 
@@ -107,8 +93,9 @@ def plan(
     target, steps = steps_of(request, store)
     trains = isinstance(target, Flow) and any(step.stage == "pretrain" for step in steps)
     sample = target if not isinstance(target, Flow) and target.name == "sample" else None
-    if gpu is not None and not trains and sample is None:
-        raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples")
+    if (gpu is not None or gpus > 1) and not trains and sample is None:
+        option = f"--gpus {gpus}" if gpu is None else f"--gpu {gpu}"
+        raise PunaError(f"{option}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples; leave it out")
     if gpus > 1 and sample is not None:
         raise PunaError(f"--gpus {gpus}: the cost of sample is planned for one GPU; leave --gpus out")
     estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, target.name), steps, store, gpu, gpus) if trains else {}
@@ -117,7 +104,7 @@ def plan(
         summary = {**estimate, **({"answering": costs} if costs else {})}
         return typer.echo(json_text({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
     for step in steps:
-        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_estimate_text(step.expected)}")
+        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{f' · {step.expected}' if step.expected else ''}")
     counts = Counter(step.state for step in steps)
     typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
     typer.echo(f"{Total.of(steps)}\n")
@@ -129,10 +116,6 @@ def plan(
         typer.echo(f"\nphase {phase.pop('name')}")
         for name, value in phase.items():
             typer.echo(f"  {name:26s} {_readable(name, value)}")
-
-
-def _estimate_text(expected: Expected | None) -> str:
-    return "" if expected is None else f" · about {duration(expected.seconds)}, {size(expected.bytes)}, {size(expected.memory)} of memory"
 
 
 def _readable(name: str, value: Any) -> str:
@@ -171,12 +154,9 @@ def clean(
     prepare(opened.root)
     from puna.flows.cli.clean import clean as run_clean
 
-    def say(text: str) -> None:
-        typer.echo(text, err=as_json)
-
     result = run_clean(
         paths, output, opened, changes=(*(changes or ()), *project_change(project)), columns=columns or (), recipe=recipe, workers=workers,
-        say=say, quiet=as_json,
+        say=partial(typer.echo, err=as_json), quiet=as_json,
     )  # fmt: skip
     if as_json:
         return typer.echo(json_text(asdict(result)))
@@ -196,7 +176,7 @@ def accept(
     new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what the current code would make)")] = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Declare a refactoring equivalent: OLD is reused where the current code, or the code that made NEW, would recompute it."""
+    """Declare that a change of code changes no results: runs reuse OLD instead of computing NEW, or what the current code would make."""
     from puna.storage.explain import changes
 
     opened = Store.existing(store, project)
@@ -232,7 +212,7 @@ def report(
     compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run: write a comparison with it instead")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write one self-contained HTML page about a run, or about a comparison of two runs."""
+    """Write one self-contained HTML page that describes a run, or compares two runs."""
     typer.echo(str(write(Store.existing(store), run_name, output, compare)))
 
 

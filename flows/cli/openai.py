@@ -37,7 +37,7 @@ CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody recei
 
 @dataclass(frozen=True)
 class Limits:
-    """Server limits: prompts that wait or run, also answers per request (`queue`), `seconds` per request, `body` in bytes."""
+    """Limits of a server. `queue`: prompts that wait or run, and answers per request; `seconds`, `body` (bytes): of one request."""
 
     queue: int = 256
     seconds: float = 600.0
@@ -71,7 +71,7 @@ class Answerer:
         return await self._answer(body, request, prompts, body.max_tokens, "text_completion", top)
 
     def _alternatives(self, body: CompletionRequest | ChatRequest, field: str, echo: bool = False) -> int | None:
-        """Return the number of likeliest tokens to report at each position, None without log-probs. Raise ApiError if unsupported."""
+        """Return the number of likeliest tokens to report per position; None without log-probs. Raise ApiError if this is unsupported."""
         top = body.alternatives
         if body.stream and top:
             raise _refusal(field, "a stream reports the log-probs of its own tokens, without alternatives: leave stream out")
@@ -127,7 +127,7 @@ class Answerer:
         return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
 
     async def _all(self, body: Sampled, replies: list[Reply], params: SamplingParams, longest: int, top: int) -> list[Reply]:
-        """Generate answers (none if `longest` is 0), then compute requested log-probs; return `replies`. One failure fails the request."""
+        """Generate answers (none if `longest` is 0), then compute requested log-probs; return `replies`. A failed answer fails them all."""
         if longest:
             drawing = [asyncio.ensure_future(self._draw(reply, params)) for reply in replies]
             try:
@@ -151,7 +151,7 @@ class Answerer:
                 reply.add(event)
 
     async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
-        """Score the answers to get each token's `top` alternatives and, equal up to rounding, its own log-prob."""
+        """Replace the scores of the answers' tokens by new ones, which include the `top` likeliest tokens at each position."""
         answers = [(reply, number) for reply in replies for number in reply.drawn]
         sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
         for (reply, number), scores in zip(answers, await self.worker.score(sequences, top, temperature, self.seconds), strict=True):
@@ -197,7 +197,7 @@ class Answerer:
         return Grammar(self.tokenizer, self.config.vocab_size)
 
     async def _mask(self, format: ResponseFormat | None) -> Mask | None:
-        """Return the token mask of a response format. Raise ApiError if its schema is invalid, or is not compiled within the time limit."""
+        """Return a response format's token mask; None for plain text. Raise ApiError if its schema is invalid or slow to compile."""
         if format is None or format.type == "text":
             return None
         schema, loop = None if format.json_schema is None else format.json_schema.schema_, asyncio.get_running_loop()
@@ -214,7 +214,7 @@ def _refusal(field: str, message: str) -> ApiError:
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
-    """Yield a reply, or its error, as server-sent events, ending with [DONE]. `usage`: report token counts in the event before [DONE]."""
+    """Yield a reply, or its error, as server-sent events; the last is [DONE]. `usage`: send token counts just before it."""
     try:
         yield reply.line(first)
         async for event in events:
@@ -260,7 +260,7 @@ def _tell_errors(app: FastAPI) -> None:
 
 
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
-    """Return the HTTP application for one model. `speculate`: see SamplingParams; unused for JSON. Raise ValueError without a tokenizer."""
+    """Return the HTTP application of one model. `speculate`: see SamplingParams; not for JSON. Raise ValueError without a tokenizer."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")

@@ -16,11 +16,11 @@ from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.stages.verifiers.tools import CALL
 
-CALL_TAG = "<tool_call>"  # the beginning of a call in an answer, see `CALL`
+CALL_TAG = "<tool_call>"  # the beginning of a tool call in an answer, see `CALL`
 
 
 class ApiError(Exception):
-    """An error with its HTTP status, and its body in OpenAI's format."""
+    """An error with an HTTP status and a body in OpenAI's format. `param`: the request's field that is wrong."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
         message = message.encode("utf-8", "backslashreplace").decode()  # the message may repeat lone surrogates of the request
@@ -29,14 +29,10 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel, extra="forbid"):
-    """Options of a streamed answer."""
-
     include_usage: bool = False
 
 
 class JsonSchema(BaseModel, extra="forbid"):
-    """The JSON schema that an answer must follow."""
-
     name: str = Field("answer", description="Ignored")
     description: str | None = Field(None, description="Ignored")
     schema_: dict[str, Any] = Field(alias="schema")
@@ -107,15 +103,11 @@ class CompletionRequest(Sampled):
 
 
 class TextPart(BaseModel, extra="forbid"):
-    """A text part of a message's content."""
-
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel, extra="allow"):
-    """One turn of a conversation."""
-
     role: str
     content: str | list[TextPart] | None = None
 
@@ -191,7 +183,7 @@ class Reply:
             self.reasons[event.number] = "stop"
 
     def _ended(self, number: int) -> tuple[str, list[dict[str, Any]]]:
-        """Return an ended answer's text, and its calls in OpenAI's format if it ends by itself and calls only tools of the request."""
+        """Return an ended answer's text and tool calls, in OpenAI's format. Text is no call if it was cut off or names an unknown tool."""
         if not self.tools:
             return self.said[number], []
         whole = self.said[number] + self.texts[number].rest
@@ -208,7 +200,7 @@ class Reply:
         return whole[: max(0, whole.find(CALL_TAG))] if rows else whole, rows
 
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
-        """Return an answer's log-probs from token `start` on; with echo, the prompt's tokens come first. None if not requested."""
+        """Return an answer's log-probs from token `start` on; None if not requested. With echo, the prompt's tokens come first."""
         if self.scored is None:
             return None
         tokens, scores = self.drawn[number], self.scores[number]
@@ -259,7 +251,7 @@ class Reply:
         return choices
 
     def line(self, event: Event) -> str:
-        """Add an event's token to its answer, and return the text that is then final as a chunk of a stream, with calls at the end."""
+        """Add an event's token to its answer. Return a stream's chunk with the text that became final, at the end with the tool calls."""
         number, calls = event.number, list[dict[str, Any]]()
         delta: dict[str, Any] = {} if self.drawn[number] else {"role": "assistant"}
         self.add(event)
@@ -278,7 +270,6 @@ class Reply:
         return self._chunk(choices=[choice])
 
     def last(self) -> str:
-        """Return the token usage as the event before a stream's [DONE]."""
         return self._chunk(choices=[], usage=self.usage())
 
     def _chunk(self, **fields: Any) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP server's engine thread. Requests reach this thread through a queue; generated tokens go back to the event loop."""
+"""The engine thread of the HTTP server. Requests reach the thread through a queue; generated tokens go back to the event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Worker:
         self._thread.join()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
-        """Submit a request and yield its events, one per token. Closing the generator cancels it. Raise ApiError on failure or timeout."""
+        """Submit a request; yield an event per token. Closing the generator cancels the request. Raise ApiError on failure or timeout."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         submitted: list[Asked] = []
@@ -98,7 +98,7 @@ class Worker:
         self._scorings = deque(one for one in self._scorings if one[0] is not scoring)
 
     def _score(self) -> None:
-        """Compute one pass of the first scoring request in the queue; append the request again if it is unfinished."""
+        """Compute one pass of the first scoring request in the queue, and append the request again if it is unfinished."""
         scoring, tell = self._scorings.popleft()
         try:
             if scoring.step():

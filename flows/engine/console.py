@@ -99,7 +99,8 @@ class Console:
 def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
     """Print a run's closing tables (funnel, evaluations, control arms, reward models), and the number of its artifacts."""
     artifacts = [(step, outcome.artifact) for step, outcome in outcomes]
-    evaluations = [(step, _metric_rows(artifact)) for step, artifact in artifacts if artifact.kind == "evaluation"]
+    tables = [(step, artifact.read().to_pylist()) for step, artifact in artifacts if artifact.kind == "evaluation"]
+    evaluations = [(step, {(row["task"], row["metric"]): row for row in rows}) for step, rows in tables]
     rounds = arms.rounds((step, artifact) for step, artifact in artifacts if artifact.kind == "evaluation")
     compared = [table for arms_of_round in rounds for table in (_arms(arms_of_round), _claims(arms_of_round))]
     for table in (_funnel(artifacts), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(artifacts)):
@@ -108,10 +109,6 @@ def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outc
             console.say("")
     reused, seconds = sum(outcome.reused for _, outcome in outcomes), sum(outcome.seconds for _, outcome in outcomes)
     console.say(f"{len(outcomes)} artifacts, {reused} reused, {seconds:.1f} s; run {run}")
-
-
-def _metric_rows(evaluation: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["task"], row["metric"]): row for row in evaluation.read().to_pylist()}
 
 
 def _table(*columns: str) -> Table:

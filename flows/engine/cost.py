@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.inputs import existing_sample, parse_inputs, reads_sample
 from puna.flows.engine.launch import Request, stage_config, stage_inputs, target_named
-from puna.flows.engine.plan import PlannedStep, plan_flow, plan_stage
+from puna.flows.engine.plan import Expected, PlannedStep, plan_flow, plan_stage
 from puna.flows.engine.recipe import Recipe
-from puna.flows.html.markup import duration, size
+from puna.flows.html.markup import size
 from puna.models.config import ModelConfig
 from puna.stages.contract import Stage, StageConfig, Value
 from puna.stages.conversations import prompt_ids
@@ -130,7 +130,7 @@ class Total:
     def __str__(self) -> str:
         if not self.seconds and not self.unknown:
             return "nothing to do"
-        words = [f"about {duration(self.seconds)}, {size(self.bytes)} of disk, {size(self.memory)} of memory"] if self.seconds else []
+        words = [str(Expected(self.seconds, self.bytes, self.memory, 0))] if self.seconds else []
         more = f" and {len(self.unknown) - 4} more" if len(self.unknown) > 4 else ""
         words += [f"no earlier run to estimate {', '.join(self.unknown[:4])}{more} from"] if self.unknown else []
         return "; ".join(words)

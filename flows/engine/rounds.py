@@ -8,7 +8,6 @@ finished all follow from artifacts and aliases.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -65,9 +64,6 @@ class History:
     @property
     def number(self) -> int:
         return len(self.rounds) + 1
-
-    def task_counts(self) -> Counter[str]:
-        return Counter(task for artifact in self.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
 
     @classmethod
     def of(cls, store: Store, model: Artifact) -> History:
@@ -146,9 +142,10 @@ class _Lineage:
             seen.add(digest)
             attempts = [(key, inputs) for key, inputs in gates if self.digest[inputs["policy"]] == digest]
             chain = [*(one for one in attempts if one not in chain), *chain]
-            passed_gates = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._has_passed(approvals.get(key, key))]
-            if passed_gates:
-                digest = self.digest[passed_gates[-1]["policy"]]
+            made_by = [(inputs, self._of(approvals.get(key, key))) for key, inputs in gates if self.digest[inputs["candidate"]] == digest]
+            passed = [inputs for inputs, deciding in made_by if deciding.manifest.metrics.get("verdict") == "passed"]
+            if passed:
+                digest = self.digest[passed[-1]["policy"]]
         return [
             Round(number, self._of(key), self._of(inputs["policy"]), self._of(inputs["candidate"]), self._of(approvals.get(key, key)))
             for number, (key, inputs) in enumerate(chain, 1)
@@ -156,9 +153,6 @@ class _Lineage:
 
     def _of(self, key: str) -> Artifact:
         return Artifact(self.kind[key], key, self._store.files)
-
-    def _has_passed(self, key: str) -> bool:
-        return self._of(key).manifest.metrics.get("verdict") == "passed"
 
 
 def rounds_of(store: Store, policy: Artifact) -> list[Round]:

@@ -20,7 +20,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from puna.flows.engine.console import Console, tee_stderr
@@ -234,17 +233,13 @@ def _ended_in_order() -> Iterator[None]:
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
         training_state.announce = None
         if own:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _tell_saved(session: Session, in_server: bool) -> None:
@@ -323,8 +318,6 @@ def saved_work(store: Store, key: str) -> str:
 def _trainings(scratch: Path) -> list[str]:
     """Describe the progress of each training run with a saved state in the scratch folder."""
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
-    if not folders:
-        return []
     phrases = []
     for folder in folders:
         if record := load_record(folder):

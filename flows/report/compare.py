@@ -49,14 +49,10 @@ def figures_view(rows: list[tuple[Step | None, Step | None]]) -> Html | None:
             continue
         theirs = other.metrics
         for name, value in one.metrics.items():
-            if name in theirs and theirs[name] != value and all(_counts(v) for v in (value, theirs[name])):
+            if name in theirs and theirs[name] != value and not {str, bool} & {type(value), type(theirs[name])}:
                 cells: list[Content] = [number(value), number(theirs[name]), f"{theirs[name] - value:+.4g}"]
                 differences.append([one.label, name.replace("_", " "), *cells])
     return table(["step", "metric", "first", "second", "difference"], differences, numeric=(2, 3, 4)) if differences else None
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _comparison_row(one: Step | None, other: Step | None, link: Link) -> list[Content]:

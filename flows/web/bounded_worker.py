@@ -73,19 +73,14 @@ def _row(step: PlannedStep, estimated: bool) -> list[Content]:
     return [tag("b", step.label), *cost, tag("small", waits)]
 
 
-def _data_bytes() -> int:
-    """Return the bytes of this process's data and stack segments; 0 except on Linux."""
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0
-
-
 def main() -> None:
     """Limit this process's memory and priority; answer questions on standard input until it closes or is silent for `IDLE_SECONDS`."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = MEMORY_BYTES + _data_bytes()
+    status = Path("/proc/self/statm")  # only on Linux; its sixth number counts the pages of the data and stack segments
+    most = MEMORY_BYTES + (int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     answers.write(b"{}\n")
     answers.flush()

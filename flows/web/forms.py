@@ -16,7 +16,7 @@ from puna.flows.prefect.forms import Choices, Offer, defaults, offers, reference
 from puna.flows.web.frame import Site, button, field, hidden_input, note, once, option, problem, projects_nav, tab
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
-from puna.storage import PunaError, Store
+from puna.storage import PunaError
 from puna.storage.aliases import DEFAULT
 from puna.storage.explain import flat
 
@@ -38,12 +38,15 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
     missing = None if plan or refused else _missing(offer, form)
     waiting = note(missing or "Press Plan to see what is reused and what the rest may cost.")
     other = button("Prefect's form, with schedules", f"/puna/form/{name}") if site.prefect else None
+    projects = tag("datalist", [tag("option", value=one) for one in store.projects()], id="projects")
+    box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
     return site.page(
         what.name,
         problem(refused) if refused else None,
         projects_nav(store, project or DEFAULT, f"/puna/start/{name}"),
         tag("form",
-            tag("div", _recipe(offer, form), _project_field(store, project),
+            tag("div", _recipe(offer, form),
+                field("Project, whose aliases are read and set; a new name creates a project", box), projects,
                 [_input(spec, choices, form, reads_sample(what)) for spec in what.inputs], settings),
             tag("div", plan or (None if refused else waiting), id="outcome", aria_live="polite"),
             hidden_input("token", site.token),
@@ -64,12 +67,6 @@ def _missing(offer: Offer, form: Asked) -> str | None:
 
 def project_of(form: Asked) -> str:
     return form.get("project", [""])[0].strip()
-
-
-def _project_field(store: Store, project: str) -> Content:
-    choices = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
-    box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
-    return [field("Project, whose aliases are read and set; a new name creates a project", box), choices]
 
 
 def request_of(offer: Offer, form: Asked) -> Request:

@@ -343,3 +343,18 @@ def test_a_number_that_json_lacks_is_null(monkeypatch: pytest.MonkeyPatch) -> No
     told = json.loads(RUNNER.invoke(app, ["plan", "pii", "--json"]).stdout, parse_constant=lambda name: name)
     expected = {"seconds": None, "bytes": None, "memory": 1.0, "rows": 1.0}
     assert told["steps"][0]["expected"] == expected and told["expected"]["seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("sql", "select 1", "-o", "rows.csv", "--json"), "--json prints rows"),
+        (("sql", "--file", "--json"), "--json prints rows"),
+        (("list", "pages", "--runs"), "runs have no kind"),
+        (("generate", "model@latest", "a prompt", "--passages", "2"), "--passages: name the documents"),
+        (("plan", "ingest", "--gpus", "2"), "--gpus 2: ingest neither pretrains nor samples"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(store: Store, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PunaError, match=message):
+        run(store, *words)
