@@ -55,7 +55,8 @@ def capabilities(
     mix = step(mix_instructions, instructions=data)
     policy = publish("policy", step(sft, model=model, instructions=[mix]))
     arms = {"before": model, "mix": policy}
-    for source in _shared():
+    configs = [config for config in current_walk().configs(MIX) if isinstance(config, MixInstructionsConfig)]
+    for source in (name for config in configs for name, share in config.shares.items() if 0 < share < 1):
         adapt = partial(_without, source)
         other = step(mix_instructions, f"mix_without_{source}", field="mix_instructions", adapt=adapt, instructions=data)
         arms[f"without_{source}"] = step(sft, f"sft_without_{source}", field="sft", model=model, instructions=[other])
@@ -67,12 +68,6 @@ def capabilities(
         for sentence in (one for item in questions.items if isinstance(item, Artifact) for one in compare_arms(results, item)):
             tell(f"{name}: {sentence}")
     return policy
-
-
-def _shared() -> list[str]:
-    """Return the sources whose share in the recipe is above 0 and below 1; each of them gets a control arm."""
-    configs = [config for config in current_walk().configs(MIX) if isinstance(config, MixInstructionsConfig)]
-    return [name for config in configs for name, share in config.shares.items() if 0 < share < 1]
 
 
 def _without(source: str, config: MixInstructionsConfig) -> MixInstructionsConfig:

@@ -36,8 +36,7 @@ MEASURED = {"contaminated": "contaminated", "clean": "clean part", "calibration_
 def evaluate(
     model: ModelArgument,
     tasks: Annotated[
-        list[str],
-        typer.Option("--tasks", metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of task files, or prompts"),
+        list[str], typer.Option(metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of these, or prompts")
     ],
     harness: Annotated[bool, typer.Option("--harness", help="Run lm-evaluation-harness; --tasks may name its built-in tasks")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task, this many")] = None,
@@ -50,9 +49,7 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=0, max=10, help="Sampling temperature (default: the task file's)")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer to prompts; task files set their own")] = 256,
     judges: Annotated[list[str] | None, typer.Option("--judge", metavar="MODEL", help="Model for verifiers that need a judge")] = None,
-    contaminated: Annotated[
-        bool, typer.Option("--contamination/--no-contamination", help="Look the questions up in the model's training data")
-    ] = True,
+    contaminated: Annotated[bool, typer.Option("--contamination/--no-contamination", help="Search the training data for questions")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the results in lm-evaluation-harness's JSON")] = None,
     serving: ServingSettings = SERVING,

@@ -24,20 +24,13 @@ app = typer.Typer()
 
 @app.command("import")
 def import_(
-    kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="What the files hold: model, documents, instructions, prompts, preferences, classifier")
-    ],
+    kind: Annotated[str, typer.Argument(help="model, documents, instructions, prompts, preferences or classifier")],
     paths: Annotated[list[str], typer.Argument(metavar="PATH|URI…", help="Files or folders, as [NAME=]URI; hf://… for the hub")],
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set: NAME@latest")] = None,
-    columns: Annotated[
-        list[str] | None, typer.Option("--columns", metavar="FIELD=COLUMN", help="Column of the rows that holds a field: prompt=question")
-    ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field; `puna fields import_KIND` shows them")
-    ] = None,
+    columns: Annotated[list[str] | None, typer.Option(metavar="FIELD=COLUMN", help="Column that holds a field: prompt=question")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of import_KIND")] = None,
     verifier: Annotated[
-        str | None,
-        typer.Option("--verifier", metavar="NAME|JSON", help='For prompts that name no verifier: numeric, exact or {"name": …}'),
+        str | None, typer.Option(metavar="NAME|JSON", help='For prompts that name no verifier: numeric, exact or {"name": …}')
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
@@ -92,10 +85,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="New folder for the files")],
     format: Annotated[
         str | None,
-        typer.Option(
-            help="Models: hf (default), gguf, awq (4 bits) or adapter. Data: parquet (default) or jsonl; datasketch: MinHash signatures",
-            metavar="FORMAT",
-        ),
+        typer.Option(help="Models: hf (default), gguf, awq (4 bits), adapter. Data: parquet (default), jsonl, datasketch (signatures)"),
     ] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="With awq: calibration text of 8,192 tokens")] = None,
     store: StoreOption = DEFAULT_STORE,

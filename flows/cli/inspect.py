@@ -31,12 +31,8 @@ from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
 app = typer.Typer()
-RanksOption = Annotated[
-    int, typer.Option(min=1, help="Number of processes that train together or divide the prompts; by default each holds the whole model")
-]
-ModuleOption = Annotated[
-    list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
-]
+RanksOption = Annotated[int, typer.Option(min=1, help="Processes that train together or divide the prompts, each with the whole model")]
+ModuleOption = Annotated[list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own stages, rules and verifiers")]
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Store of the artifacts: a folder or s3:// URI")]
 
 
@@ -44,13 +40,8 @@ def _project(name: str | None) -> str | None:
     return None if name is None else checked_project(name)
 
 
-ProjectOption = Annotated[
-    str | None,
-    typer.Option("--project", metavar="NAME", help="Project whose aliases are used (default: `default`)", callback=_project),
-]
-NameArgument = Annotated[
-    str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME if a flow has the same name")
-]
+ProjectOption = Annotated[str | None, typer.Option(metavar="NAME", callback=_project, help="Use this project's aliases, not `default`'s")]
+NameArgument = Annotated[str, typer.Argument(metavar="FLOW|STAGE", help="See `puna stages`; stage:NAME if a flow has the same name")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
 MOST_ROWS = 200

@@ -27,12 +27,8 @@ app = typer.Typer(
 for group in (inspect, sql, exchange, rules, model, authoring, evaluate, serving):
     app.add_typer(group.app)
 
-RecipeOption = Annotated[
-    str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a single stage keeps its defaults)")
-]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")
-]
+RecipeOption = Annotated[str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow, none for a stage)")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field: tokenizer.vocab_size=8192")]
 ColumnsOption = Annotated[
     list[str] | None,
     typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field of the input's rows for text, html, url or date: html=raw_html"),
@@ -135,9 +131,7 @@ def _readable(name: str, value: Any) -> str:
 
 @app.command()
 def clean(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, or documents of the store, as [NAME=]URI|ARTIFACT")
-    ],
+    paths: Annotated[list[str], typer.Argument(metavar="[NAME=]PATH…", help="Files or folders of pages, or documents of the store")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
     columns: ColumnsOption = None,
     recipe: Annotated[str, typer.Option("--recipe", help="Name of a recipe, or a YAML file with changes to the recipe clean")] = "clean",

@@ -141,21 +141,18 @@ class Answerer:
                 scores = await self.worker.score(ids, top, 1.0, self.seconds)
             for reply, prompt, own in zip(replies, body.prompt, scores, strict=True):
                 reply.prompt = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=True), own)
-        if top and longest:
-            await self._score_answers(replies, top, params.temperature or 1.0)
+        if top and longest:  # scored anew for the alternatives; the tokens' own log-probs stay equal up to rounding
+            answers = [(reply, number) for reply in replies for number in reply.drawn]
+            sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
+            rows = await self.worker.score(sequences, top, params.temperature or 1.0, self.seconds)
+            for (reply, number), row in zip(answers, rows, strict=True):
+                reply.scores[number] = row[len(reply.ids) :]
         return replies
 
     async def _draw(self, reply: Reply, params: SamplingParams) -> None:
         async with aclosing(self.worker.answer(reply.ids, params, self.seconds)) as events:
             async for event in events:
                 reply.add(event)
-
-    async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
-        """Replace the scores of the answers' tokens by new ones, which include the `top` likeliest tokens at each position."""
-        answers = [(reply, number) for reply in replies for number in reply.drawn]
-        sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
-        for (reply, number), scores in zip(answers, await self.worker.score(sequences, top, temperature, self.seconds), strict=True):
-            reply.scores[number] = scores[len(reply.ids) :]
 
     def check(self, model: str) -> None:
         if model != self.name:

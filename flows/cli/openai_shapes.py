@@ -40,8 +40,6 @@ class JsonSchema(BaseModel, extra="forbid"):
 
 
 class ResponseFormat(BaseModel, extra="forbid"):
-    """The format of an answer: text, any JSON object, or JSON that follows a schema."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -87,14 +85,10 @@ def _as_list(prompt: Any) -> Any:
 
 
 class CompletionRequest(Sampled):
-    """A request to continue texts, or to score them."""
-
     prompt: Annotated[list[Annotated[str | list[StrictInt], Field(min_length=1)]], Field(min_length=1), BeforeValidator(_as_list)]
     max_tokens: int = Field(16, ge=0, description="0: generate nothing, only echo the prompts")
     echo: bool = Field(False, description="Whether each answer repeats its prompt first")
-    logprobs: bool | int | None = Field(
-        None, ge=0, le=20, description="Number of likeliest tokens to report per position; 0 or true: only the tokens' own log-probs"
-    )
+    logprobs: bool | int | None = Field(None, ge=0, le=20, description="Alternatives to report per position; 0 or true: none")
 
     @property
     def alternatives(self) -> int | None:
@@ -173,7 +167,6 @@ class Reply:
             self.offsets = {i: Offsets(TextStream(tokenizer, context=ids), [*prompt.places], prompt.length) for i in texts}
 
     def add(self, event: Event) -> None:
-        """Add an event's token to its answer."""
         self.said[event.number] += self.texts[event.number].add(event.token, event.completion is not None)
         self.drawn[event.number].append(event.token)
         self.scores[event.number].append(Score(event.logprob, []))

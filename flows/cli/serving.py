@@ -59,8 +59,7 @@ def web(
 def serve(
     store: StoreOption = DEFAULT_STORE,
     cron: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[PROJECT/]NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'"),
+        list[str] | None, typer.Option(metavar="[PROJECT/]NAME=CRON", help="Schedule of a flow or stage, in UTC: align='0 3 * * *'")
     ] = None,
     limit: LimitOption = 2,
     modules: ModuleOption = None,

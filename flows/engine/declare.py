@@ -17,7 +17,7 @@ import inspect
 import re
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -68,7 +68,6 @@ class Flow:
     doc: str = field(default="", compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the flow as part of the flow that calls it, and return its result."""
         return self.function(*args, **kwargs)
 
     @property
@@ -220,14 +219,9 @@ class Walk(ABC):
         self._done: dict[str, tuple[dict[str, tuple[str, ...]], Output]] = {}
 
     def walk(self, flow: Flow, given: Mapping[str, Given]) -> Any:
-        with self.at_work():
-            return flow.function(**given)
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
         token = _WALK.set(self)
         try:
-            yield
+            return flow.function(**given)
         finally:
             _WALK.reset(token)
 

@@ -92,9 +92,7 @@ class _Lineage:
         self.kind = {one["key"]: one["kind"] for one in entries}
         self.digest = {one["key"]: one["data_digest"] for one in entries}
         self._stage = {one["key"]: one["stage"] for one in entries}
-        self._inputs = {
-            one["key"]: [(source["name"], source["input"]) for source in one["inputs"] if source["input"] in self.kind] for one in entries
-        }
+        self._inputs = {one["key"]: [(i["name"], i["input"]) for i in one["inputs"] if i["input"] in self.kind] for one in entries}
 
     def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
         """Return the artifacts with these keys, one per content digest, sorted by digest."""
@@ -123,7 +121,7 @@ class _Lineage:
         return roots
 
     def sources_by_kind(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return kind → training data of artifacts `behind`: models' inputs, and prompts read by any kind but evaluation and prompts."""
+        """Return, by kind, the data from which the artifacts `behind` (keys) were made; prompts that were only evaluated do not count."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:

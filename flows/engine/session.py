@@ -65,15 +65,6 @@ class Session:
             return 1
         return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within the context, run each stage entirely in one worker, so that threads can run stages in parallel."""
-        token = _APART.set(True)
-        try:
-            yield
-        finally:
-            _APART.reset(token)
-
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
         """Run a stage or reuse its artifact, as a Prefect task if Prefect started the run. Report to terminal, run log and server."""
         inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
@@ -108,7 +99,7 @@ class Session:
 
         with self._lock:
             notice = self.reporter.start_step(step, stage.name, inputs, task)
-        how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": _APART.get()}
+        how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": APART.get()}
         try:
             outcome = perform(stage, config, given, self.store, on_start=on_start, **how)
         except BaseException as error:
@@ -147,7 +138,8 @@ class Session:
         self.reporter.progress(stage, done, total, note)
 
 
-_APART: ContextVar[bool] = ContextVar("apart", default=False)
+APART: ContextVar[bool] = ContextVar("apart", default=False)
+"""True in a context whose stages each run entirely in one worker, so that threads can run stages in parallel."""
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
@@ -229,7 +221,7 @@ def _compile_mark(stage: Stage) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Within the context, make SIGTERM stop the run like Ctrl-C (main thread, no handler yet). Training first finishes its step."""
+    """Within the context, let SIGTERM stop the run as Ctrl-C does, unless it has a handler. A training step in progress ends first."""
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
@@ -243,7 +235,7 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def _tell_saved(session: Session, in_server: bool) -> None:
-    """Print the saved work of stopped steps, and the command that continues the run."""
+    """Report the saved work of stopped steps, and how to continue the run, on the terminal and to the server."""
     program, *words = sys.argv
     again = "Go on: start the same run again" if in_server else "Go on with the same call"
     if Path(program).name in ("puna", "main.py"):

@@ -229,10 +229,7 @@ def schema(flow: Flow) -> dict[str, Any]:
         definitions[kind] = own
         one = {"$ref": f"#/$defs/{kind}"}
         several = {"type": "array", "items": one, "title": "repeated"}
-        properties[name] = {
-            "anyOf": [one, several, {"type": "null", "title": "left out"}],
-            "description": first_sentence(step.stage.doc),
-            "title": name,
-        }
+        about = {"description": first_sentence(step.stage.doc), "title": name}
+        properties[name] = {"anyOf": [one, several, {"type": "null", "title": "left out"}], **about}
     whole = {"type": "object", "title": f"recipe of {flow.name}", "properties": properties, "additionalProperties": False}
     return {**whole, "$defs": definitions}

@@ -189,5 +189,10 @@ def disk_size(artifact: Artifact) -> int:
     return sum(record.bytes for record in artifact.manifest.files.values())
 
 
+def stored(artifact: Artifact) -> str:
+    """Return an artifact's bytes on disk as text."""
+    return size(disk_size(artifact))
+
+
 def made_at(artifact: Artifact) -> str:
     return artifact.manifest.created_at[:16].replace("T", " ")

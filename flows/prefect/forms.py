@@ -83,23 +83,22 @@ def description(offer: Offer, *, linked: bool) -> str:
     inputs = ", ".join(f"`{spec.name}` ({input_kind(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
     lines = [what.doc, f"Takes {inputs}." if isinstance(what, Flow) else f"Takes {inputs}; gives {what.kind}."]
     if linked and isinstance(what, Stage):
-        links = [
-            f"[{recipe}{'' if step == what.name else ': ' + step}](/puna/form/{offer.flow}?recipe={recipe}&step={step})"
-            for recipe, step in settings_of(what)
-        ]
+        address = f"/puna/form/{offer.flow}?recipe="
+        links = [f"[{title}]({address}{recipe}&step={step})" for title, recipe, step in settings_of(what)]
         if links:
             lines.append(f"The form with the values of a recipe: {', '.join(links)}.")
     return "\n\n".join(lines)
 
 
-def settings_of(stage: Stage) -> list[tuple[str, str]]:
-    """Return (recipe, step) for each group of values that a shipped recipe has for the stage."""
+def settings_of(stage: Stage) -> list[tuple[str, str, str]]:
+    """Return (title, recipe, step) for each group of values that a shipped recipe has for the stage."""
     steps = dict.fromkeys(field for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage)
-    return [(recipe, step) for recipe in shipped_recipes() for step in steps if isinstance(_recipe(recipe).get(step), dict)]
+    pairs = [(recipe, step) for recipe in shipped_recipes() for step in steps if isinstance(_recipe(recipe).get(step), dict)]
+    return [(recipe if step == stage.name else f"{recipe}: {step}", recipe, step) for recipe, step in pairs]
 
 
 def set_by_recipes(stage: Stage) -> set[str]:
-    return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
+    return {field for _, recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from puna.flows.html.markup import Content, Html, details, disk_size, number, section, size, table, tag
+from puna.flows.html.markup import Content, Html, details, number, section, stored, table, tag
 from puna.flows.report.run import Run, Step
 from puna.storage import Artifact
 from puna.storage.explain import changes
@@ -73,7 +73,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
     if step is None:
         return "–"
     artifact = step.artifact
-    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else size(disk_size(artifact))
+    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else stored(artifact)
     theirs = {} if other is None else other.metrics
     metrics = [
         [name.replace("_", " "), " ", tag("b", value if isinstance(value, str) else number(value)), Html("<br>")]

@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from statistics import fmean
 
-from puna.flows.html.markup import Content, Html, disk_size, duration, join, legend, number, short, size, stacked_bar, table, tag
+from puna.flows.html.markup import Content, Html, duration, join, legend, number, short, size, stacked_bar, stored, table, tag
 from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
@@ -162,7 +162,7 @@ def times_view(run: Run) -> Html:
         bar = stacked_bar([("again" if step.reused else "kept", max(0.4, 100 * seconds / longest))])
         state = tag("span", "reused", class_="tag") if step.reused else None
         memory = step.artifact.manifest.peak_memory_bytes
-        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(disk_size(step.artifact))]
+        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", stored(step.artifact)]
         rows.append([[step.label, " ", state], bar, *cells, tag("code", step.artifact.id)])
     head: list[Content] = ["step", "", "time", "peak memory", "stored", "artifact"]
     chips = {"kept": "made in this run"}

@@ -125,7 +125,6 @@ def _questions(task: str, *evaluations: str, **more: object) -> str:
 
 @router.get("/benchmarks/compare")
 def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] = []) -> str:  # noqa: B006
-    """Return the page of two models side by side: the difference on each task, and both models' calibration."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two models, not {len(names)}")
     evaluations = _evaluations(site.store)

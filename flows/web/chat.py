@@ -35,7 +35,6 @@ router = pages("chat", "Chat", at=9)
 
 @router.get("/chat")
 def chat_page(site: Here, model: str = "") -> str:
-    """Return the chat page with a list of models; the page's script sends and shows messages."""
     models = site.store.artifacts("model")[::-1]
     if not models:
         imported, trained = (tag("a", name, href=f"/puna/start/{name}") for name in ("import_model", "pretrain"))

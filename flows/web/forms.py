@@ -108,10 +108,8 @@ def _recipe(offer: Offer, form: Asked) -> Content:
         options = [option(name, name, chosen=name == now) for name in shipped_recipes()]
         return field("Recipe", tag("select", options, name="recipe"))
     links = []
-    for recipe, step in settings_of(offer.what):
-        name = f"{recipe}:{step}"
-        words = recipe if step == offer.what.name else f"{recipe}: {step}"
-        links.append(tab(words, f"/puna/start/{offer.flow}?{urlencode({'recipe': name})}", now == name))
+    for title, recipe, step in settings_of(offer.what):
+        links.append(tab(title, f"/puna/start/{offer.flow}?{urlencode({'recipe': f'{recipe}:{step}'})}", now == f"{recipe}:{step}"))
     return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden_input("recipe", now) if now else None]
 
 

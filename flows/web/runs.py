@@ -161,7 +161,6 @@ def events(site: Here, request: Request, name: str | None = None, since: str = "
 
 @router.get("/run/{name}")
 def run_page(site: Here, name: str) -> str:
-    """Return the page of a run: its state, steps, plots and lineage."""
     store = site.store
     since, run = state_digest(store, name), Run.open(store, name)
     log = run.log
@@ -200,7 +199,6 @@ def run_page(site: Here, name: str) -> str:
 
 @router.get("/run/{name}/funnel")
 def funnel_page(site: Here, name: str) -> str:
-    """Return the page with the funnel of a run's documents, and examples for each rule."""
     run = Run.open(site.store, name)
     levels = funnel(run)
     if not levels:
