@@ -33,16 +33,14 @@ from puna.storage import Artifact, PunaError
 Sourced = Annotated[Output, Kind("documents", sources=True)]
 APPLIED = ("language", "code_reasoning", "domains", "quality")
 """Steps that apply a classifier."""
-BY_MODELS = SelectConfig.model_validate(
-    {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)}
-    | {"code_reasoning": {}, "quality": {}}
-)
+RULE_GROUPS = [name for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)]
+BY_MODELS = SelectConfig.model_validate({**dict.fromkeys(RULE_GROUPS), "code_reasoning": {}, "quality": {}})
 """The default configuration of the step `select_model`: only rules on classifier scores, since `select` has already applied the others."""
 
 
 @dataclass(frozen=True)
 class Curated:
-    """The outputs of `curate`. `domains`: signals for domain, language, code and reasoning; empty if the recipe omits `domains`."""
+    """The outputs of `curate`. `domains`: signals of domain, language, code and reasoning; empty if the recipe omits `domains`."""
 
     documents: Output
     domains: list[Output]
@@ -115,8 +113,6 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Train a classifier for the step `purpose`, publish it as PURPOSE_classifier for reuse on the next crawl, and return it.
-
-    If the recipe omits that step, nothing is trained. `off`: train only if the recipe names the training step (a default model exists).
-    """
+    """Train a classifier for the step `purpose`, unless the recipe omits that step; publish and return it, for reuse on the next crawl.
+    `off`: train only if the recipe names the training step, since a default model exists."""
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

@@ -81,7 +81,7 @@ def _round(
     if store and new < wait:
         tell(f"waiting for preferences: {new} new of {wait} needed; no round is run")
         return False
-    if _empty(fresh):
+    if any(isinstance(item, Artifact) and not item.rows() for item in fresh.items):
         tell(f"no unused prompts: the {number - 1} earlier rounds used the whole pool; add prompts with --input pool=ID")
         return False
     development = step(new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh])
@@ -142,7 +142,3 @@ def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig
     """Return the prompt generators' configuration with at least `more` unused training prompts of each task, and no references."""
     most = max((used[task.name or task.task] for task in config.tasks), default=0)
     return config.model_copy(update={"train": max(config.skip + config.train, most) + more, "skip": 0, "references": False})
-
-
-def _empty(output: Output) -> bool:
-    return any(isinstance(item, Artifact) and not item.rows() for item in output.items)

@@ -50,11 +50,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The files that `puna clean` writes, and counts of pages.
-
-    `kept`: clean documents. `pages`: kept and dropped pages. `rules`: rule (`step.rule`) → pages that it dropped, the largest count first.
-    `no_page`: rule → input records that hold no page. `files_without_page`: text about files that hold no page; empty without such files.
-    """
+    """The files that `puna clean` writes, and counts of pages. `kept`: clean documents. `pages`: kept and dropped pages. `rules`: rule
+    (`step.rule`) → pages that it dropped, the largest count first. `no_page`: rule → input records that hold no page.
+    `files_without_page`: text about files that hold no page; empty without such files."""
 
     documents: Path
     dropped: Path
@@ -70,11 +68,9 @@ def clean(
     paths: Sequence[str], output: Path, store: Store, *, changes: Sequence[str] = (), columns: Sequence[str] = (),
     recipe: str = RECIPE, workers: int | None = None, say: Callable[[str], None] = print, quiet: bool = False,
 ) -> Cleaned:  # fmt: skip
-    """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files.
-
-    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file; a file without a `base` inherits from
-    `clean`. Raise PunaError for a wrong input before anything runs, and if a file cannot be written at the end.
-    """
+    """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files. `output`: a folder, or a
+    file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, which inherits from `clean` unless it names a `base`. Raise
+    PunaError for a wrong input before anything runs, and if a file cannot be written at the end."""
     kind, target = _target(output)
     store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))
     parsed = parse_inputs(paths, curate.inputs, store, "clean")
@@ -150,10 +146,7 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
             check_inputs(files, config)
         rejected = first_rejection(files, config) if files else None
         reason = f" ({rejected.rule}: {rejected.detail}{hints([rejected.rule])})" if rejected else ""
-        raise PunaError(
-            f"clean: no page of {names} contains text{reason}. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
-            "`puna run ingest --input …` reports what was dropped"
-        )
+        raise PunaError(f"clean: no page of {names} contains text{reason}; `puna run ingest --input …` reports what was dropped")
     languages = Counter(identify(text)[0] for text in texts)
     shares = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
     choices.said.append(f"languages of {len(texts):,} sampled pages: {shares}; all are kept (--set 'select.language={{…}}' selects some)")

@@ -30,12 +30,10 @@ for group in (inspect, sql, exchange, rules, model, authoring, evaluate, serving
 RecipeOption = Annotated[str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow, none for a stage)")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field: tokenizer.vocab_size=8192")]
 ColumnsOption = Annotated[
-    list[str] | None,
-    typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field of the input's rows for text, html, url or date: html=raw_html"),
+    list[str] | None, typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field with text, html, url or date: html=raw_html")
 ]
 InputOption = Annotated[
-    list[str] | None,
-    typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Files to read, or an artifact of the store; NAME: the input's name"),
+    list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Files or an artifact; NAME: the input that takes it")
 ]
 WorkersOption = Annotated[int | None, typer.Option(min=1, help="Number of worker processes (default: one per core)")]
 

@@ -32,11 +32,9 @@ Item = Artifact | External
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a step, or an input of a flow. `items`: its artifacts or files; empty while they do not exist, as in a trace.
-
-    `labels`: the steps (or inputs of the flow) that the output comes from. `left_out`: the step's field, if the recipe omits the step; the
-    output is then falsy. `source`: a new source name for the rows of an input; empty: the rows keep their source names.
-    """
+    """The output of a step, or an input of a flow. `items`: its artifacts or files; empty while they do not exist, as in a trace. `labels`:
+    the steps (or inputs of the flow) that it comes from. `left_out`: the step's field, if the recipe omits the step; the output is then
+    falsy. `source`: a new source name for the rows of an input; empty: the rows keep their source names."""
 
     kind: str
     labels: tuple[str, ...]

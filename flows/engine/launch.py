@@ -65,8 +65,7 @@ class Request:
     @property
     def parameters(self) -> dict[str, Any]:
         fields = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
-        fields |= {"project": self.project} if self.project else {}
-        return {"command": self.command(), **fields}
+        return {"command": self.command(), **fields, **({"project": self.project} if self.project else {})}
 
     def session(self, name: str, store: Store, *, report: bool = False) -> AbstractContextManager[Session]:
         return session(

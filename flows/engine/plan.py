@@ -101,10 +101,8 @@ def together(sizes: Sequence[Size]) -> Size:
 @dataclass(frozen=True)
 class PlannedStep:
     """A step of a plan. `state`: reused (`why` is its artifact), runs (`why` lists changes), or after (`why` names steps to wait for).
-
     `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: for training, the artifact ids of
-    the inputs in `BEGINS`, by name; an id is empty if an earlier step has yet to make the artifact.
-    """
+    the inputs in `BEGINS`, by name; an id is empty if an earlier step has yet to make the artifact."""
 
     label: str
     stage: str

@@ -47,11 +47,9 @@ class Round:
 
 @dataclass(frozen=True)
 class History:
-    """The lineage of a policy. `rounds`: oldest first, with refused rounds. `policy`: None without a store.
-
-    `roots`: the pretrained or imported models at the start of the lineage. `prompts`, `preferences` and `instructions`: the data used in
-    any round or before round 1. `demonstrations`: the instructions that no model wrote.
-    """
+    """The lineage of a policy. `rounds`: oldest first, with refused rounds. `policy`: None without a store. `roots`: the pretrained or
+    imported models at the start of the lineage. `prompts`, `preferences` and `instructions`: the data used in any round or before round 1.
+    `demonstrations`: the instructions that no model wrote."""
 
     policy: Artifact | None = None
     rounds: tuple[Round, ...] = ()
@@ -73,10 +71,8 @@ class History:
         rounds = lineage.rounds(policy)
         behind = lineage.ancestors([policy.key, *(one.gate.key for one in rounds)])
         if model.data_digest not in {lineage.digest[key] for key in (policy.key, *behind)}:
-            raise PunaError(
-                f"{POLICY} is {policy.id}, which does not descend from {model.id}: leave the input out to go on from {POLICY}, "
-                f"or start with that model in its own project, --project NAME"
-            )
+            remedy = f"leave the input out to go on from {POLICY}, or start with that model in its own project, --project NAME"
+            raise PunaError(f"{POLICY} is {policy.id}, which does not descend from {model.id}: {remedy}")
         kinds = lineage.sources_by_kind([policy.key, *behind])
         # Instructions that a model wrote are no demonstrations, which come from people or code.
         taught = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
@@ -165,11 +161,9 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing.
-
-    If the round passed, `policy@latest` and `policy@round-N` become its candidate; if the latter names another model, the message gives the
-    alias used instead. Raise PunaError if `policy@latest` has moved. A round that waits for a person gets an alias, so that `gc` keeps it.
-    """
+    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing. If the round passed, `policy@latest`
+    and `policy@round-N` become its candidate; if the latter names another model, the sentence gives the alias used instead. A round that
+    waits for a person gets an alias, so that `gc` keeps it. Raise PunaError if `policy@latest` has moved."""
     message = str(done)
     if done.verdict == "passed":
         now = store.aliases().get(POLICY, "")

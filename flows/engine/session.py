@@ -156,11 +156,9 @@ def session(
     store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False, title: str = "",
     parameters: Mapping[str, Any] | None = None, report: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
-    """Open a session. Workers start when first needed and stop at the end. `executor`: see `connect`.
-
-    `title`, `parameters`: the description of the run on a server and in the run's log. `report`: write the run's page after success. If
-    every artifact was reused, and an earlier run with the same artifacts has a page written by the current code, name that page instead.
-    """
+    """Open a session. Workers start when first needed and stop at the end. `executor`: see `connect`. `title`, `parameters`: describe the
+    run on a server and in the run's log. `report`: write the run's page after success or, if all artifacts were reused, name the page that
+    the current code wrote for an earlier run with the same artifacts."""
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # In a process that Prefect started, the flow run exists already, and Prefect reports its end.
     flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")

@@ -27,7 +27,7 @@ SCHEDULE = "puna-serve"  # the slug of the schedule that `--cron` sets
 
 
 class DeploymentSync:
-    """A synchronization of a server's deployments with a store. `ids`: title → deployment id. `linked`: the server has Puna's pages."""
+    """The synchronization of a server's deployments with a store. `ids`: form's title → deployment's id. `linked`: `puna up` serves it."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
@@ -46,11 +46,9 @@ class DeploymentSync:
         self._lost: dict[str, int] = {}
 
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
-        """Create or update all deployments, and end runs whose process died. `crons`: cron expressions by `[PROJECT/]NAME`.
-
-        `served` is called with each deployment's title and id as soon as the server has the deployment. `crons` replace those of an earlier
-        `puna serve`. Schedules that users set are kept.
-        """
+        """Create or update all deployments, and end runs whose process died. `crons`: cron expressions by `[PROJECT/]NAME`, which replace
+        those of an earlier `puna serve`; schedules that users set are kept. `served` is called with each deployment's title and id as soon
+        as the server has the deployment."""
         self._settle(starting=True)
         there = self._all("deployments", {"deployments": {"tags": {"all_": [TAG]}}})
         choices = Choices(self._store, everywhere=True)
@@ -141,10 +139,8 @@ class DeploymentSync:
             self._server.insist("POST", path, [schedule | own])
 
     def _settle(self, *, starting: bool = False) -> None:
-        """Set the final state of Prefect runs and task runs whose process ended before it could report the state.
-
-        Only the second check in a row ends a run, since its process may still report. `starting`: reschedule pending runs, if `linked`.
-        """
+        """Set the final state of Prefect runs and task runs whose process ended without reporting it, at the second check in a row: after
+        the first, the process may still report. `starting`: if `linked`, also schedule pending runs again."""
         lost: dict[str, int] = {}
         for run in self._all("flow_runs", {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}):
             name = (run.get("labels") or {}).get("puna.run")

@@ -181,10 +181,8 @@ def _hide_tracebacks() -> None:
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
     """Publish every flow and stage on the Prefect server, with `store` as the default store; start the runs that the server schedules.
-
-    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC; raise PunaError for an unknown NAME. `limit`: maximum number of parallel
-    runs. `supervised`: started by `puna up`.
-    """
+    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: `puna up` started
+    this process. Raise PunaError for an unknown NAME or a wrong cron expression."""
     for name in schedules:
         if "/" in name:
             checked_project(name.partition("/")[0])

@@ -27,7 +27,7 @@ JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes
 
 @dataclass(frozen=True)
 class Offer:
-    """A flow or a stage with a form on the Prefect server. `flow`: the flow's name there; `title`: the form's title; `group`: its tag."""
+    """A flow or stage with a form. `flow`: its name as a Prefect flow; `title`: the form's title; `group`: "flow" or the stage's folder."""
 
     flow: str
     title: str
@@ -108,10 +108,8 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 class Choices:
-    """The artifacts that a form offers for each kind: the store's aliases, then its last `MOST_CHOICES` artifacts, newest first.
-
-    `everywhere`: if the store has several projects, aliases are named with their project.
-    """
+    """The artifacts that a form offers, by kind: the store's aliases, then its newest `MOST_CHOICES` artifacts, the newest first.
+    `everywhere`: name aliases with their project if the store has several projects."""
 
     def __init__(self, store: Store, *, everywhere: bool = False) -> None:
         by_kind: dict[str, list[str]] = {}

@@ -84,7 +84,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
 
 
 def again_view(run: Run) -> Html:
-    """Return a description list on how to repeat a run: command, recipe, data, program. Facts that the log lacks are shown as unknown."""
+    """Return a list of the facts needed to repeat a run: command, recipe, data, program. Facts that the log lacks are shown as unknown."""
     about = run.log.about
     terms: list[tuple[str, Content]] = [
         ("Command", tag("code", about["command"]) if about.get("command") else "not recorded"),

@@ -111,11 +111,9 @@ def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
 
 
 def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
-    """Return each node's place, and the places along each edge. `edges`: node → its sources, which are earlier keys.
-
-    Long edges cross the layers in between in lanes, one per source. Sweeping down and up in turn, each layer is sorted by the mean position
-    of each node's neighbours, and nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
-    """
+    """Return each node's place, and the places along each edge. `edges`: node → its sources, which are earlier keys. Long edges cross the
+    layers in between in lanes, one per source. Sweeping down and up in turn, each layer is sorted by the mean position of each node's
+    neighbours, and nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981)."""
     layer: dict[str, int] = {}
     for name, sources in edges.items():
         layer[name] = max((layer[source] + 1 for source in sources), default=0)

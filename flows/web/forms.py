@@ -26,10 +26,8 @@ MANY = 8  # number of ungrouped fields above which rarely changed fields are fol
 
 
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
-    """Return the page with the form of a flow or stage, and with `plan` if given.
-
-    `own`: a page of this site linked here, so the page's script requests the plan at once. `refused`: why a run was not started.
-    """
+    """Return the page with the form of a flow or stage, and with `plan` if given. `refused`: why a run was not started.
+    `own`: a page of this site linked here, so that the page's script may request the plan at once."""
     store = site.store
     offer, project = offer_of(name), project_of(form)
     what, choices = offer.what, Choices(store.within(project))

@@ -112,9 +112,8 @@ def _open_rounds(store: Store) -> list[Round]:
 def _waits(one: Round, project: str) -> Html:
     rows: dict[str, dict[str, str]] = {}
     for row in one.gate.read().to_pylist():
-        rows.setdefault(row["task"], {})[row["metric"]] = (
-            f"{row['value']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if row["metric"] == "gain" else f"{row['value']:.3f}"
-        )
+        gain = f"{row['value']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if row["metric"] == "gain" else ""
+        rows.setdefault(row["task"], {})[row["metric"]] = gain or f"{row['value']:.3f}"
     lines: list[list[Content]] = [[task, *(found.get(name, "") for name in ("before", "after", "gain"))] for task, found in rows.items()]
     return tag("section",
         tag("h2", f"Round {one.number} waits for your decision"), tag("p", str(one.deciding.manifest.metrics["reason"])),
