@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from puna.flows.engine.declare import Files, Output, flow, publish, step
-from puna.stages.contract import Kind, Stage, StageConfig
+from puna.flows.engine.declare import Classifier, Files, Output, Prompts, Sourced, flow, publish, step
+from puna.stages.contract import Stage, StageConfig
 from puna.stages.curate.classifiers.fold_models import purpose_of
 from puna.stages.curate.code_reasoning import code_reasoning, train_code_reasoning
 from puna.stages.curate.decontaminate import decontaminate
@@ -30,7 +29,6 @@ from puna.stages.curate.url_filter import url_filter
 from puna.stages.prompts.prompts import prompts
 from puna.storage import Artifact, PunaError
 
-Sourced = Annotated[Output, Kind("documents", sources=True)]
 APPLIED = ("language", "code_reasoning", "domains", "quality")
 """Steps that apply a classifier."""
 RULE_GROUPS = [name for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)]
@@ -48,9 +46,8 @@ class Curated:
 
 @flow
 def curate(
-    inputs: list[Files] | None = None, documents: list[Sourced] | None = None,
-    evaluations: list[Annotated[Output, Kind("prompts")]] | None = None,
-    classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
+    inputs: list[Files] | None = None, documents: list[Sourced] | None = None, evaluations: list[Prompts] | None = None,
+    classifiers: list[Classifier] | None = None,
 ) -> Curated:  # fmt: skip
     """Turn pages, documents or both into clean documents.
 

@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
 
-from puna.flows.engine.declare import Files, Output, current_walk, flow, setting, step, tell
+from puna.flows.engine.declare import Files, Instructions, Model, Output, Preferences, Prompts, current_walk, flow, setting, step, tell
 from puna.flows.engine.recipe import Step
 from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled_round
 from puna.flows.rounds import DEVELOPMENT, State, learned_from, new_prompts_per_round, one_round, prompts_taken
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
-from puna.stages.contract import Kind
 from puna.stages.evaluation.benchmark import benchmark
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Artifact, PunaError, Store
 
-PromptsOutput = Annotated[Output, Kind("prompts")]
-
 
 @flow
 def round(
-    policy: Annotated[Output, Kind("model")], pretrained: Annotated[Output, Kind("model")] | None = None, pool: PromptsOutput | None = None,
-    judged: list[Annotated[Output, Kind("preferences")]] | None = None,
-    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[Files] | None = None,
+    policy: Model, pretrained: Model | None = None, pool: Prompts | None = None,
+    judged: list[Preferences] | None = None, demonstrations: list[Instructions] | None = None, tasks: list[Files] | None = None,
 ) -> None:  # fmt: skip
     """Run the next rounds of alignment (one by default): train a candidate on unused prompts, and make it `policy@latest` if it passes.
 

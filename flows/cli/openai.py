@@ -84,7 +84,7 @@ class Answerer:
         try:
             return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
+            raise ApiError(str(error), "prompt") from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Return the response to a chat request: the answers to its conversation, whole or streamed. Raise ApiError if refused."""
@@ -96,9 +96,9 @@ class Answerer:
         try:
             ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=tools)  # a slow template must not delay other requests
             if tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
-                raise ApiError(400, "invalid_request_error", "the model's chat template does not support tools", "tools")
+                raise ApiError("the model's chat template does not support tools", "tools")
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "messages") from error
+            raise ApiError(str(error), "messages") from error
         longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
         return await self._answer(body, request, [ids], longest, "chat.completion", top, names)
 
@@ -156,7 +156,7 @@ class Answerer:
 
     def check(self, model: str) -> None:
         if model != self.name:
-            raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
+            raise ApiError(f"there is no model {model!r} here, only {self.name!r}", "model", 404)
 
     def _check(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
         """Return the request's stop texts. Raise ApiError if the request does not fit the model, or its stop texts are invalid."""
@@ -165,13 +165,13 @@ class Answerer:
         context, V = self.config.max_position_embeddings, self.config.vocab_size
         if self.worker.engine.room(len(ids), longest) < longest or (longest == 0 and len(ids) > context):
             message = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
-            raise ApiError(400, "invalid_request_error", message, "max_tokens")
+            raise ApiError(message, "max_tokens")
         if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
             field = "logit_bias" if all(0 <= token < V for token in ids) else "prompt"
-            raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}", field)
+            raise ApiError(f"token ids lie in 0 to {V - 1}", field)
         texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if not all(texts):
-            raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
+            raise ApiError("a stop text must not be empty", "stop")
         if len(texts) > STOP_TEXTS:
             raise _refusal("stop", f"{len(texts)} texts; a request may have {STOP_TEXTS}")
         return texts
@@ -187,7 +187,7 @@ class Answerer:
                 speculate=self.speculate if mask is None else 0,
             )  # fmt: skip
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error)) from error
+            raise ApiError(str(error)) from error
 
     @cached_property
     def _grammar(self) -> Grammar:
@@ -201,13 +201,13 @@ class Answerer:
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._compiler, lambda: self._grammar.schema(schema)), self.seconds)
         except TimeoutError:
-            raise ApiError(408, "timeout_error", f"the schema was not compiled in {self.seconds:g} seconds") from None
+            raise ApiError(f"the schema was not compiled in {self.seconds:g} seconds", status=408) from None
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
+            raise ApiError(str(error), "response_format") from error
 
 
 def _refusal(field: str, message: str) -> ApiError:
-    return ApiError(400, "invalid_request_error", f"{field}: {message}", field)
+    return ApiError(f"{field}: {message}", field)
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
@@ -240,20 +240,19 @@ def _tell_errors(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         field = None if first["type"] == "json_invalid" else ".".join(str(part) for part in first["loc"][1:]) or None
-        return _error_response(ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
+        return _error_response(ApiError(f"{field or 'body'}: {first['msg']}", field))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(ApiError(error.status_code, "invalid_request_error", message), error.headers)
+        return _error_response(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code), error.headers)
 
     @app.exception_handler(RecursionError)
     async def on_deep_body(_: Request, error: Exception) -> Response:
-        return _error_response(ApiError(400, "invalid_request_error", "the body is nested too deeply"))
+        return _error_response(ApiError("the body is nested too deeply"))
 
     @app.exception_handler(Exception)
     async def on_failure(_: Request, error: Exception) -> Response:
-        return _error_response(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
+        return _error_response(ApiError(f"the server failed: {type(error).__name__}", status=500))
 
 
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
@@ -272,9 +271,7 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
 
     app = FastAPI(title="Puna", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
     _tell_errors(app)
-    app.add_middleware(
-        Bounded, limit=limits.body, refusal=lambda status, words: _error_response(ApiError(status, "invalid_request_error", words))
-    )
+    app.add_middleware(Bounded, limit=limits.body, refusal=lambda status, words: _error_response(ApiError(words, status=status)))
     _check_requests(app, worker, limits, key)
     _tell_state(app, worker)
 
@@ -309,9 +306,9 @@ def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | Non
             if key is not None and request.url.path.startswith("/v1/"):
                 scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
                 if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), key.encode()):
-                    raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
+                    raise ApiError("the key is missing or wrong: send Authorization: Bearer KEY", status=401)
             if request.method == "POST" and worker.active >= limits.queue:
-                raise ApiError(429, "rate_limit_error", f"{worker.active} requests are active, the maximum: try again later")
+                raise ApiError(f"{worker.active} requests are active, the maximum: try again later", status=429)
         except ApiError as error:
             return _error_response(error)
         return await go_on(request)

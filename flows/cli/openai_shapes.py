@@ -16,15 +16,18 @@ from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.stages.verifiers.tools import CALL
 
+ERRORS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
+"""HTTP status → type of the error in OpenAI's format; of other statuses: invalid_request_error."""
 CALL_TAG = "<tool_call>"  # the beginning of a tool call in an answer, see `CALL`
 
 
 class ApiError(Exception):
     """An error with an HTTP status and a body in OpenAI's format. `param`: the request's field that is wrong."""
 
-    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         message = message.encode("utf-8", "backslashreplace").decode()  # the message may repeat lone surrogates of the request
         super().__init__(message)
+        kind = ERRORS.get(status, "invalid_request_error")
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
@@ -124,7 +127,7 @@ class ChatRequest(Sampled):
     def alternatives(self) -> int | None:
         """Return the number of likeliest tokens per position; None without log-probs. Raise ApiError if only `top_logprobs` is set."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "invalid_request_error", "top_logprobs: it needs logprobs: true", "top_logprobs")
+            raise ApiError("top_logprobs: needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

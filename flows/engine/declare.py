@@ -48,6 +48,15 @@ class Output:
 
 Given = Output | Sequence[Output] | None
 Files = Annotated[Output, Kind("external")]
+Model = Annotated[Output, Kind("model")]
+Documents = Annotated[Output, Kind("documents")]
+Sourced = Annotated[Output, Kind("documents", sources=True)]
+Prompts = Annotated[Output, Kind("prompts")]
+Instructions = Annotated[Output, Kind("instructions")]
+Preferences = Annotated[Output, Kind("preferences")]
+Signals = Annotated[Output, Kind("signals")]
+Classifier = Annotated[Output, Kind("classifier")]
+"""Annotations of a flow's inputs. With `Sourced`, the user may name the documents' source."""
 
 
 def first_sentence(doc: str) -> str:
