@@ -59,10 +59,9 @@ def demo_pages(
 
     sample = make_sample(folder or sample_folder(folder_of(store)), quiet=as_json)
     if as_json:
-        typer.echo(json_text(asdict(sample)))
-    else:
-        for file in sample.files:
-            typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
+        return typer.echo(json_text(asdict(sample)))
+    for file in sample.files:
+        typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
 
 
 @app.command()

@@ -136,9 +136,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     config = config or stage_config(stage, request.recipe, list(request.changes))
     store = store.within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
-    items = parsed.items
-    if reads_sample(stage) and not items:
-        items += sample_pages(store, request.json)
+    items: Sequence[Item] = parsed.items or (sample_pages(store, request.json) if reads_sample(stage) else [])
     values = stage_inputs(stage, items, parsed.named)
     named_server()
     preflight.check_stage(stage, config, values, store, request.executor)

@@ -81,7 +81,7 @@ def gates_view(run: Run) -> Html | None:
          f"{number(s.metrics['gain_low'], 3)} to {number(s.metrics['gain_high'], 3)}", s.metrics["reason"]]
         for s in run.steps if s.stage == "gate"
     ]  # fmt: skip
-    head: list[Content] = ["round", "verdict", "compared", "gain", "95 % interval", "why"]
+    head = ("round", "verdict", "compared", "gain", "95 % interval", "why")
     return part("Gates of the rounds", table(head, rows, numeric=[3])) if rows else None
 
 
@@ -159,9 +159,8 @@ def arms_view(run: Run) -> Html:
         shares = table(["arm", *titles, "budget"], rows, numeric=range(1, len(titles) + 2))
         parts.append(part(f"Round {one.number} and its control arms", shares, beside, _budgets(one)))
     note = (
-        "A budget of 1 or more: the control used at least as many checker calls, labels, sampled tokens, updates and trained answers as "
-        "the round. A part earns only its gain over a control. Gains are differences on the same held-out prompts, with 95 % intervals: "
-        "if an interval contains 0, the part has earned nothing."
+        "With a budget of 1 or more, an arm used at least as many checker calls, labels, sampled tokens, updates and trained answers as "
+        "the round. Gains are differences on the same held-out prompts, with 95 % intervals; an interval that contains 0 shows no gain."
     )
     return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
 

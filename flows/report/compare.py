@@ -86,13 +86,9 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
 def again_view(run: Run) -> Html:
     """Return a list of the facts needed to repeat a run: command, recipe, data, program. Facts that the log lacks are shown as unknown."""
     about = run.log.about
-    terms: list[tuple[str, Content]] = [
-        ("Command", tag("code", about["command"]) if about.get("command") else "not recorded"),
-        ("Recipe", _recipe(about)),
-        ("Data", _data(run)),
-        ("Program", _program(run)),
-    ]
-    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in terms], class_="again")
+    command: Content = tag("code", about["command"]) if about.get("command") else "not recorded"
+    terms = {"Command": command, "Recipe": _recipe(about), "Data": _data(run), "Program": _program(run)}
+    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in terms.items()], class_="again")
 
 
 def _recipe(about: dict[str, Any]) -> Content:

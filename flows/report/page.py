@@ -20,7 +20,6 @@ from puna.stages.training.intervals import wilson
 HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(f.read_bytes() for f in sorted([*HERE.glob("*.*"), *HERE.parent.glob("html/*.py")]))).hexdigest()
 """Digest of the code that makes pages, recorded in each page."""
-PREFERENCE_KINDS = ("preferences", "instructions")
 SHARES = (("language", "language"), ("domain", "knowledge type"))  # columns of signals whose shares are shown, and their names
 EXPERIMENTS = "Small runs that choose the mixture and predict the larger run."
 LINEAGE = "How each artifact was made, from the inputs down. Hover over an artifact to see its id, metrics and neighbours."
@@ -169,7 +168,7 @@ def _pretraining(run: Run) -> Html:
 
 def _alignment(run: Run) -> Html:
     trained = [s for s in run.kind("model") if s.stage != "pretrain" and s.stage not in training.EXPERIMENTS]
-    filters = [level(run, s) for s in run.kind(*PREFERENCE_KINDS) if s.has("dropped")]
+    filters = [level(run, s) for s in run.kind("preferences", "instructions") if s.has("dropped")]
     others = [s for s in run.steps if s.artifact.kind not in ("model", "evaluation") and not training.of_curation(s)]
     base = {s.artifact.key for s in run.kind("model") if s.stage == "pretrain"}
     judged = [s for s in alignment.evaluations(run) if not any(a.key in base for a in run.inputs(s))]

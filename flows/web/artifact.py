@@ -94,8 +94,8 @@ def artifact_page(
         why = part("Differences from the previous artifact", tag("ul", [tag("li", str(change)) for change in differences[:12]]), note=links)
     return site.page(
         artifact.id,
-        [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
-        [problem(f"It is suspect: {suspect}. A run that needs it recomputes it")] if suspect else None,
+        [problem(f"This artifact is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
+        [problem(f"This artifact is suspect: {suspect}. A run that needs it recomputes it")] if suspect else None,
         tag("p", aliases) if aliases else None,
         tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
         tag("div", _uses(artifact), class_="buttons"),
@@ -127,7 +127,7 @@ def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")
         gave.append([name.replace("_", " "), *_pair(one.metrics.get(name), other.metrics.get(name))])
     head: list[Content] = [artifact_link(first), artifact_link(second)]
     same = "Their contents are the same." if one.data_digest == other.data_digest else "Their contents differ."
-    how = table(["", "field", *head], rows) if rows else note("In the same way.")
+    how = table(["", "field", *head], rows) if rows else note("Stage, configuration, code and inputs are the same.")
     return site.page(
         "Two artifacts",
         section("given", "How they were made", None, how),

@@ -30,7 +30,7 @@ from puna.flows.server.client import opener
 from puna.flows.web.frame import Here, field, option, pages
 from puna.storage import PunaError, Store
 
-START_SECONDS, END_SECONDS = 180.0, 10.0
+START_SECONDS, END_SECONDS = 180.0, 10.0  # maximum seconds for a model's process to load, and to end
 router = pages("chat", "Chat", at=9)
 
 

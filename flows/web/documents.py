@@ -149,8 +149,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch, list[dict[str, Any]]]]:
-    """Yield (artifacts to search, batch, rows of it that `rule` dropped) from `artifact` or, for a rule, its stored inputs. Columns, if
-    any: id, url, title, source, text."""
+    """Yield (artifacts to search, batch, the batch's rows of `dropped`) from `artifact` or, for a rule, from its stored inputs."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

@@ -84,7 +84,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
 
 
 def rounds_at(store: Store, gate: Artifact) -> list[Round]:
-    """Return the rounds of `policy@latest`, without this alias of the policy that the gate compares; empty if the policy is missing."""
+    """Return the rounds of `policy@latest` or, without that alias, of the policy that the gate compares; empty if it is not stored."""
     policy = next((store.find(i.kind, i.key) for i in gate.manifest.inputs if i.name == "policy"), None)
     policy = store.alias(POLICY) if POLICY in store.aliases() else policy
     return rounds_of(store, policy) if policy else []
