@@ -56,7 +56,7 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError if preferences are given but no step would learn from them: DPO and `chosen` prefer the pairs of the round itself."""
+    """Raise PunaError if preferences are given and no step learns from them: `reward_model` or, without `preferences`, `dpo`, `chosen`."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()
@@ -123,7 +123,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:
-    """Return why the gate does not pass the candidate; empty if it passes, or in a plan. Mark final verdicts as settled."""
+    """Return why the gate does not pass the candidate; empty if it passes, or in a plan. Set an alias that marks the verdict."""
     verdict = step(
         gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
     )

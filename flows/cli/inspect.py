@@ -50,7 +50,7 @@ HTML = (".html", ".htm", ".xhtml")
 
 @contextlib.contextmanager
 def replacing(target: Path, where: str, remedy: str) -> Iterator[Path]:
-    """Yield a temporary path for a file or folder, which replaces `target` unless an error is raised. Turn OSError into PunaError."""
+    """Yield a temporary path, which replaces `target` at the end unless an error occurs. Raise PunaError (`where`, `remedy`) for OSError."""
     part = target.with_name(f".{os.getpid()}-{target.name}")
     try:
         yield part
@@ -312,7 +312,7 @@ def verify(
 ) -> None:  # fmt: skip
     """Compare files with their checksums. List damaged artifacts, suspects (artifacts made from damaged ones) and lost aliases.
 
-    The exit status is 1 if any is found.
+    Exit with status 1 if there are any.
     """
     opened = Store.existing(store, project)
     if trust and name is None:

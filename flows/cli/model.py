@@ -52,7 +52,7 @@ DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; f
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
-    """Return sampling parameters: `options`, where None the model's own values, else `default`. Raise PunaError for a wrong value."""
+    """Return sampling parameters: each from `options`; if None there, the model's, else from `default`. Raise PunaError for a wrong one."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -99,7 +99,7 @@ def chat(
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer early. Raise PunaError if the model refuses it."""
+    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer early. Raise PunaError if there can be none."""
     from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None

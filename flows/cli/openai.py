@@ -177,7 +177,7 @@ class Answerer:
         return texts
 
     async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
-        """Return the sampling parameters of a request; the model's own settings fill its missing fields."""
+        """Return a request's sampling parameters; the model's own settings fill its missing fields. Raise ApiError for a wrong value."""
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
         options = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
         mask = await self._mask(body.response_format)

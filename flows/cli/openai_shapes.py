@@ -179,7 +179,7 @@ class Reply:
             self.reasons[event.number] = "stop"
 
     def _ended(self, number: int) -> tuple[str, list[dict[str, Any]]]:
-        """Return an ended answer's text and tool calls, in OpenAI's format. Text is no call if it was cut off or names an unknown tool."""
+        """Return an ended answer's text, and its tool calls in OpenAI's format: none if it was cut off or names an unknown tool."""
         if not self.tools:
             return self.said[number], []
         whole = self.said[number] + self.texts[number].rest

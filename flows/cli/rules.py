@@ -126,7 +126,7 @@ class Annotations:
         self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
 
     def groups(self, languages: Sequence[str]) -> dict[str, Mask]:
-        """Return name → bool[page] for groups of pages: all, by type, by language. `languages`: per document, if a page names none."""
+        """Return name → bool[page] for groups of pages: all, by type, by language (that of `languages`, per document, if not annotated)."""
         result = {ALL: np.ones(len(self.pages), np.bool_)}
         labels = iter(languages)
         codes = [next(labels) if readable else "" for readable in self.readable]
@@ -170,7 +170,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Apply each rule of a recipe's selections to the pages, alone and after the others; skip rules on classifiers that it would train."""
+    """Apply each rule of a recipe's selections to the pages, alone and after earlier rules; skip rules on classifiers that it trains."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)

@@ -49,7 +49,7 @@ POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 
 @dataclass(frozen=True)
 class Budget:
-    """The resources that made an arm since the round began, summed over the ancestors of its evaluation. `labels`: preferences."""
+    """The resources used for an arm since the round began, summed over the ancestors of its evaluation. `labels`: number of preferences."""
 
     checker_calls: float = 0.0
     labels: float = 0.0

@@ -50,7 +50,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Level:
-    """One step of the funnel: `came` rows in, `kept` rows out. The lengths of their texts are characters (of pages, bytes), if known."""
+    """One step of the funnel: `came` rows in, `kept` rows out. `characters_…`: lengths of their texts (of pages, in bytes), if known."""
 
     step: Step
     came: int
@@ -166,7 +166,7 @@ class Among:
         self._most: tuple[float, Row] | None = None
 
     def add(self, rows: pa.Table, numbers: NDArray[np.float64]) -> None:
-        """Add rows and their numbers; NaN: a row has no number."""
+        """Add rows with their `numbers` (float64[row]; NaN for a row without a number)."""
         if not len(rows):
             return
         room = SAMPLED - len(self._numbers)

@@ -116,8 +116,8 @@ def host_name(host: str) -> str | None:
 
 
 def foreign(headers: Mapping[str, str], host: str) -> bool:
-    """True if a browser sent the request for another site's page, or without naming a page. Programs that are no browser send no such
-    headers. Over plain HTTP to another machine, browsers omit Sec-Fetch, and the other site decides if they send its address."""
+    """True if a browser sent the request for another site's page, or without naming a page. Other programs send no such headers. Over plain
+    HTTP to another machine, browsers send no Sec-Fetch headers, and the other site decides whether its address is sent."""
     if _silent(headers):
         return True
     site, origin, referer = (headers.get(name) for name in ("sec-fetch-site", "origin", "referer"))
@@ -219,7 +219,7 @@ def _knows(header: str, auth: str) -> bool:
 
 
 def check_reach(host: str, secret: str | None, remedy: str) -> None:
-    """Raise PunaError if other machines reach the address and no password or key protects it."""
+    """Raise PunaError, which ends with `remedy`, if other machines can reach `host` and no password or key (`secret`) protects it."""
     if not loopback(host) and not secret:
         raise PunaError(f"--host {host}: other machines reach this address; {remedy}")
 

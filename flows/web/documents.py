@@ -149,7 +149,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch, list[dict[str, Any]]]]:
-    """Yield (artifacts to search, batch, the batch's rows of `dropped`) from `artifact` or, for a rule, from its stored inputs."""
+    """Yield (searched artifacts, batch, its rows of `dropped` by `rule`) from `artifact` or, with a rule, from the artifact's inputs."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

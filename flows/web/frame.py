@@ -120,7 +120,7 @@ def style() -> str:
 
 
 def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
-    """Return links to the page `address` for each project of the store; None with fewer than two. `every`: add a link for all projects."""
+    """Return links to the page `address`, one per project; None with fewer than two projects. `every`: add a link for all projects."""
     if len(names := store.projects()) < 2:
         return None
     sign = "&" if "?" in address else "?"
