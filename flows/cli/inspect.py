@@ -50,7 +50,7 @@ HTML = (".html", ".htm", ".xhtml")
 
 @contextlib.contextmanager
 def replacing(target: Path, where: str, remedy: str) -> Iterator[Path]:
-    """Yield a temporary path, which replaces `target` at the end unless an error occurs. Raise PunaError (`where`, `remedy`) for OSError."""
+    """Yield a temporary path that replaces `target` at the end, unless an error occurs. Raise PunaError (`where`, `remedy`) for OSError."""
     part = target.with_name(f".{os.getpid()}-{target.name}")
     try:
         yield part
