@@ -175,7 +175,6 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
     typer.echo(artifact.folder)
     if suspect:
         typer.echo(f"suspect: {suspect}; a run that needs it recomputes it")
-    usage = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
     sections: dict[str, list[tuple[str, str]]] = {
         # Fields have the names that `--set` takes.
         "configuration": [(field, json.dumps(value)) for field, value in explaining.flat(m.config).items() if field],
@@ -183,7 +182,7 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
         "tables": [(n, f"{r.rows:,} rows: {', '.join(r.columns)}") for n, r in m.tables.items()],
         "files": [(n, f"{r.bytes:,} bytes") for n, r in m.files.items()],
         "metrics": [(n, _number(v)) for n, v in m.metrics.items()],
-        "measured": [(n, _number(v)) for n, v in usage.items()],
+        "measured": [(n, _number(v)) for n, v in (*m.timings.items(), ("peak_memory_bytes", m.peak_memory_bytes))],
     }
     for title, lines in sections.items():
         if lines:

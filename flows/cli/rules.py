@@ -16,7 +16,7 @@ import pyarrow as pa
 import typer
 from numpy.typing import NDArray
 
-from puna.flows.cli.inspect import print_rows
+from puna.flows.cli.inspect import ModuleOption, import_modules, print_rows
 from puna.flows.engine.console import json_text
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import fields, flow_named, load
@@ -279,6 +279,7 @@ def rules(
     recipe: Annotated[str, typer.Option("--recipe", help="Recipe whose rules are judged: a name or a YAML file")] = "clean",
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
     by: Annotated[str, typer.Option("--by", help="Groups of pages to show as columns: type or language")] = "type",
+    modules: ModuleOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows, summary, rules that could not be judged")] = False,
 ) -> None:
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
@@ -290,6 +291,7 @@ def rules(
     """
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")
+    import_modules(modules)
     pages = read_annotated(on)
     config = load(recipe, list(changes or ()), "curate").one("extract", extract, ExtractConfig)
     with tempfile.TemporaryDirectory() as folder:

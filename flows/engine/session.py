@@ -256,7 +256,6 @@ def _report(session: Session) -> str:
 
 
 def _write_page(address: str, run: str) -> str:
-    """Write a run's page in a worker; return its name in the store."""
     write(Store.open(address), run, None)
     return place(run)
 

@@ -190,7 +190,6 @@ def disk_size(artifact: Artifact) -> int:
 
 
 def stored(artifact: Artifact) -> str:
-    """Return an artifact's bytes on disk as text."""
     return size(disk_size(artifact))
 
 

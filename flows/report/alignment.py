@@ -178,7 +178,6 @@ def _ratio(one: arms.Arms, arm: str) -> str:
 
 
 def _budgets(one: arms.Arms) -> Html:
-    """Show the resources that each arm used since the round began."""
     costs = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
     rows: list[list[Content]] = [
         [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in costs)] for arm, budget in one.budgets.items() if budget

@@ -172,11 +172,9 @@ def run_page(site: Here, name: str) -> str:
         tile("Artifacts", f"{len(run.steps)}, {reused} reused"),
     ]  # fmt: skip
     plots = [plot for step in run.steps for plot in training.with_titles(step, training.figures(step)) if not plot.empty]
-    links: list[Content] = [
-        button("Full report", f"/puna/report/{log.name}"),
-        button("Funnel", f"/puna/run/{log.name}/funnel") if run.kind("pages", "documents") else None,
-        button("Compare with the run before", f"/puna/compare?run={again[0]}&run={log.name}") if again else None,
-    ]
+    links: list[Content] = [button("Full report", f"/puna/report/{log.name}")]
+    links += [button("Funnel", f"/puna/run/{log.name}/funnel")] if run.kind("pages", "documents") else []
+    links += [button("Compare with the run before", f"/puna/compare?run={again[0]}&run={log.name}")] if again else []
     mine = flow_run_of(store, log.name) if site.prefect else None
     if mine:
         word, label = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")

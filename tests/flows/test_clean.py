@@ -203,6 +203,8 @@ def test_pages_of_which_none_is_kept_give_a_report_and_the_reasons(tmp_path: Pat
     assert found.report.stat().st_size > 10_000
 
 
-def test_a_module_of_ones_own_is_imported_first(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["clean", "pages.jsonl", "-o", str(tmp_path / "out"), "--module", "none.py", "--store", str(tmp_path / "store")])
+@pytest.mark.parametrize("words", [("clean", "pages.jsonl", "-o", "out", "--store", "store"), ("rules", "--on", "pages.jsonl")])
+def test_a_module_of_ones_own_is_imported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*words, "--module", "none.py"])
     assert "--module none.py: no such file" in str(done.exception) and not (tmp_path / "store").exists()
