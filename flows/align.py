@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
 
-from puna.flows.engine.declare import Output, flow, publish, setting, step, switch, tell, together
+from puna.flows.engine.declare import Instructions, Model, Output, Preferences, flow, publish, setting, step, switch, tell, together
 from puna.flows.rounds import State, controls, development_prompts, distil_policy, learned_from, new_prompts, one_round, stop_reason
 from puna.stages.align.instructions import instructions
 from puna.stages.align.sft import sft
-from puna.stages.contract import Kind
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import prompts
 from puna.stages.training.settings import SftConfig
@@ -17,8 +15,8 @@ from puna.stages.training.settings import SftConfig
 
 @flow
 def align(
-    model: Annotated[Output, Kind("model")], demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None,
-    judged: list[Annotated[Output, Kind("preferences")]] | None = None, teacher: Annotated[Output, Kind("model")] | None = None,
+    model: Model, demonstrations: list[Instructions] | None = None, judged: list[Preferences] | None = None,
+    teacher: Model | None = None,
 ) -> Output:  # fmt: skip
     """Align a model: supervised finetuning on gold answers, then rounds of preference training.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import fmean
-from typing import Annotated
 
-from puna.flows.engine.declare import Output, current_walk, flow, publish, step, tell
+from puna.flows.engine.declare import Documents, Instructions, Model, Output, Prompts, current_walk, flow, publish, step, tell
 from puna.flows.engine.recipe import Step
 from puna.flows.report.arms import scores_of
 from puna.flows.rounds import replace_field
@@ -16,20 +15,17 @@ from puna.stages.align.instructions import MixInstructionsConfig, instructions, 
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
-from puna.stages.contract import Kind
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.training.intervals import paired_difference
 from puna.storage import Artifact
 
 MIX = Step("mix_instructions", "mix_instructions", mix_instructions)
-PromptsOutput = Annotated[Output, Kind("prompts")]
 
 
 @flow
 def capabilities(
-    model: Annotated[Output, Kind("model")], asked: PromptsOutput | None = None,
-    documents: Annotated[Output, Kind("documents")] | None = None,
-    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[PromptsOutput] | None = None,
+    model: Model, asked: Prompts | None = None, documents: Documents | None = None,
+    demonstrations: list[Instructions] | None = None, tasks: list[Prompts] | None = None,
 ) -> Output:  # fmt: skip
     """Fine-tune a model on a mixture of instructions, and measure each source's gain over a mixture without that source.
 
@@ -55,7 +51,8 @@ def capabilities(
     mix = step(mix_instructions, instructions=data)
     policy = publish("policy", step(sft, model=model, instructions=[mix]))
     arms = {"before": model, "mix": policy}
-    for source in _shared():
+    configs = [config for config in current_walk().configs(MIX) if isinstance(config, MixInstructionsConfig)]
+    for source in (name for config in configs for name, share in config.shares.items() if 0 < share < 1):
         adapt = partial(_without, source)
         other = step(mix_instructions, f"mix_without_{source}", field="mix_instructions", adapt=adapt, instructions=data)
         arms[f"without_{source}"] = step(sft, f"sft_without_{source}", field="sft", model=model, instructions=[other])
@@ -67,12 +64,6 @@ def capabilities(
         for sentence in (one for item in questions.items if isinstance(item, Artifact) for one in compare_arms(results, item)):
             tell(f"{name}: {sentence}")
     return policy
-
-
-def _shared() -> list[str]:
-    """Return the sources whose share in the recipe is above 0 and below 1; each of them gets a control arm."""
-    configs = [config for config in current_walk().configs(MIX) if isinstance(config, MixInstructionsConfig)]
-    return [name for config in configs for name, share in config.shares.items() if 0 < share < 1]
 
 
 def _without(source: str, config: MixInstructionsConfig) -> MixInstructionsConfig:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from puna.flows.engine.declare import Files, Output, flow, publish, step
-from puna.stages.contract import Kind, Stage, StageConfig
+from puna.flows.engine.declare import Classifier, Files, Output, Prompts, Sourced, flow, publish, step
+from puna.stages.contract import Stage, StageConfig
 from puna.stages.curate.classifiers.fold_models import purpose_of
 from puna.stages.curate.code_reasoning import code_reasoning, train_code_reasoning
 from puna.stages.curate.decontaminate import decontaminate
@@ -30,19 +29,16 @@ from puna.stages.curate.url_filter import url_filter
 from puna.stages.prompts.prompts import prompts
 from puna.storage import Artifact, PunaError
 
-Sourced = Annotated[Output, Kind("documents", sources=True)]
 APPLIED = ("language", "code_reasoning", "domains", "quality")
 """Steps that apply a classifier."""
-BY_MODELS = SelectConfig.model_validate(
-    {name: None for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)}
-    | {"code_reasoning": {}, "quality": {}}
-)
+RULE_GROUPS = [name for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)]
+BY_MODELS = SelectConfig.model_validate({**dict.fromkeys(RULE_GROUPS), "code_reasoning": {}, "quality": {}})
 """The default configuration of the step `select_model`: only rules on classifier scores, since `select` has already applied the others."""
 
 
 @dataclass(frozen=True)
 class Curated:
-    """The outputs of `curate`. `domains`: signals for domain, language, code and reasoning; empty if the recipe omits `domains`."""
+    """The outputs of `curate`. `domains`: signals of domain, language, code and reasoning; empty if the recipe omits `domains`."""
 
     documents: Output
     domains: list[Output]
@@ -50,9 +46,8 @@ class Curated:
 
 @flow
 def curate(
-    inputs: list[Files] | None = None, documents: list[Sourced] | None = None,
-    evaluations: list[Annotated[Output, Kind("prompts")]] | None = None,
-    classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
+    inputs: list[Files] | None = None, documents: list[Sourced] | None = None, evaluations: list[Prompts] | None = None,
+    classifiers: list[Classifier] | None = None,
 ) -> Curated:  # fmt: skip
     """Turn pages, documents or both into clean documents.
 
@@ -115,8 +110,6 @@ def _by_purpose(classifiers: Sequence[Output]) -> dict[str, Output]:
 
 
 def _train(stage: Stage, purpose: str, documents: Output, off: bool = False) -> Output:
-    """Train a classifier for the step `purpose`, publish it as PURPOSE_classifier for reuse on the next crawl, and return it.
-
-    If the recipe omits that step, nothing is trained. `off`: train only if the recipe names the training step (a default model exists).
-    """
+    """Train a classifier for the step `purpose`, unless the recipe omits that step; publish and return it, for reuse on the next crawl.
+    `off`: train only if the recipe names the training step, since a default model exists."""
     return publish(f"{purpose}_classifier", step(stage, f"train_{purpose}", off=off, serves=purpose, documents=documents))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from puna.flows.align import align
-from puna.flows.curate import Sourced, curate
-from puna.flows.engine.declare import Files, Output, flow
+from puna.flows.curate import curate
+from puna.flows.engine.declare import Classifier, Files, Output, Sourced, flow
 from puna.flows.experiments import experiments
 from puna.flows.pretrain import pretrain
-from puna.stages.contract import Kind
 
 
 @flow
 def pipeline(
-    inputs: list[Files] | None = None, documents: list[Sourced] | None = None,
-    classifiers: list[Annotated[Output, Kind("classifier")]] | None = None,
+    inputs: list[Files] | None = None, documents: list[Sourced] | None = None, classifiers: list[Classifier] | None = None,
 ) -> Output:  # fmt: skip
     """Turn raw pages or documents into an aligned model; `classifiers` are used instead of training new ones."""
     curated = curate(inputs, documents, classifiers=classifiers)

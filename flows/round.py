@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
 
-from puna.flows.engine.declare import Files, Output, current_walk, flow, setting, step, tell
+from puna.flows.engine.declare import Files, Instructions, Model, Output, Preferences, Prompts, current_walk, flow, setting, step, tell
 from puna.flows.engine.recipe import Step
 from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled_round
 from puna.flows.rounds import DEVELOPMENT, State, learned_from, new_prompts_per_round, one_round, prompts_taken
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
-from puna.stages.contract import Kind
 from puna.stages.evaluation.benchmark import benchmark
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.storage import Artifact, PunaError, Store
 
-PromptsOutput = Annotated[Output, Kind("prompts")]
-
 
 @flow
 def round(
-    policy: Annotated[Output, Kind("model")], pretrained: Annotated[Output, Kind("model")] | None = None, pool: PromptsOutput | None = None,
-    judged: list[Annotated[Output, Kind("preferences")]] | None = None,
-    demonstrations: list[Annotated[Output, Kind("instructions")]] | None = None, tasks: list[Files] | None = None,
+    policy: Model, pretrained: Model | None = None, pool: Prompts | None = None,
+    judged: list[Preferences] | None = None, demonstrations: list[Instructions] | None = None, tasks: list[Files] | None = None,
 ) -> None:  # fmt: skip
     """Run the next rounds of alignment (one by default): train a candidate on unused prompts, and make it `policy@latest` if it passes.
 
@@ -68,7 +63,8 @@ def _round(
     start = pretrained or (_as_output(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
     count_config = NewPromptsConfig(count=new_prompts_per_round())
-    enough = partial(_pool, used=history.task_counts(), more=_more(count_config))
+    counts = Counter(task for artifact in history.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
+    enough = partial(_pool, used=counts, more=_more(count_config))
     pool = imported or step(prompts, f"pool_{number}", field="prompts", adapt=enough)
     used = [_as_output(item) for item in history.prompts]
     fresh = step(new_prompts, default=count_config, number=number, pool=pool, used=used)
@@ -80,7 +76,7 @@ def _round(
     if store and new < wait:
         tell(f"waiting for preferences: {new} new of {wait} needed; no round is run")
         return False
-    if _empty(fresh):
+    if any(isinstance(item, Artifact) and not item.rows() for item in fresh.items):
         tell(f"no unused prompts: the {number - 1} earlier rounds used the whole pool; add prompts with --input pool=ID")
         return False
     development = step(new_prompts, f"development_{number}", field="development", default=DEVELOPMENT, pool=pool, used=[*used, fresh])
@@ -141,7 +137,3 @@ def _pool(config: PromptsConfig, used: Counter[str], more: int) -> PromptsConfig
     """Return the prompt generators' configuration with at least `more` unused training prompts of each task, and no references."""
     most = max((used[task.name or task.task] for task in config.tasks), default=0)
     return config.model_copy(update={"train": max(config.skip + config.train, most) + more, "skip": 0, "references": False})
-
-
-def _empty(output: Output) -> bool:
-    return any(isinstance(item, Artifact) and not item.rows() for item in output.items)

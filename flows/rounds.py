@@ -43,10 +43,8 @@ DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 @dataclass(frozen=True)
 class State:
     """The state between rounds: the policy, its evaluation, and `other`, a second model that also answers prompts (falsy: none).
-
-    `instructions`: demonstrations, used in every round. `preferences`: those of all rounds so far. `start`: the model that the reward model
-    and SFT start from; None: the policy. `made`: the outputs of the round's steps, by stage.
-    """
+    `instructions`: demonstrations, used in every round. `preferences`: of all rounds so far. `start`: the initial model of the reward model
+    and of SFT; None: the policy. `made`: the outputs of the last round's steps, by stage."""
 
     policy: Output
     other: Output
@@ -58,7 +56,7 @@ class State:
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError if preferences are given but no step learns from them. DPO and `chosen` use only a round's own pairs, if any."""
+    """Raise PunaError if preferences are given and no step learns from them: `reward_model` or, without `preferences`, `dpo`, `chosen`."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
     walk = current_walk()
@@ -93,10 +91,8 @@ def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
     """Run one round: sampling, preferences, reward model, SFT on demonstrations and sampled answers, DPO, RL, averaging, evaluation.
-
-    `number` labels the steps and changes their seeds. The only alias set is the reward model's. `development`: prompts on which the
-    average's weights are searched, unused in training and evaluation. Averaging with the initial policy undoes some overtraining.
-    """
+    `number` labels the steps and changes their seeds. The reward model alone gets an alias. `development`: prompts on which the weights of
+    the average with the initial policy are searched; no training or evaluation uses them."""
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
@@ -127,7 +123,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
 
 
 def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:
-    """Return why the gate does not pass the candidate; empty if it passes, or in a plan. Mark final verdicts as settled."""
+    """Return why the gate does not pass the candidate; empty if it passes, or in a plan. Set an alias that marks the verdict."""
     verdict = step(
         gate, number=number, policy=before.policy, candidate=after.policy, before=before.evaluation, after=after.evaluation, prompts=heldout
     )
@@ -152,11 +148,10 @@ def controls(
 ) -> list[Callable[[], object]]:
     """Return the control arms of round `number`. Each trains a model, averages it with the round's initial policy, and evaluates it.
 
-    `_equal` returns the arms that replace the training after DPO at an equal budget. `ablations` adds arms with a smaller budget. Some arms
-    are SFT only, with as many updates as the round (updates set in epochs do not count). They train on demonstrations, alone or with chosen
-    answers, synthetic answers, or one more answer per prompt for each way to pick it. If the recipe names `dpo_instead`, an arm trains by
-    DPO instead of RL. With `sample_instead`, this DPO also learns from pairs of the SFT model's answers, and an SFT arm from its verified
-    answers. One arm omits the training after DPO.
+    `_equal` returns the arms that replace the training after DPO at an equal budget. `ablations` adds arms with a smaller budget. SFT arms
+    make as many updates as the round (updates set in epochs do not count), on demonstrations, alone or with chosen answers, synthetic
+    answers, or one more answer per prompt for each way to pick it. `dpo_instead` in the recipe adds an arm with DPO in place of RL, with
+    `sample_instead` also on pairs of the SFT model's answers, and an SFT arm on their verified answers. One arm ends after DPO.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
@@ -215,8 +210,8 @@ def _equal(
     """Return the arms that replace the round's training after DPO at an equal budget; none unless the recipe names `sft_equal`.
 
     They finetune the policy after DPO on its own right answers with the highest reward or, if the recipe names `grpo_equal`, train it by
-    RL. `more_controls` adds SFT on all distinct right answers, and SFT on ranked answers in `ITERATIONS` iterations. Unless the round does
-    both, it also adds SFT on half as many answers, then half as much RL. `evaluate_best`: evaluate SFT on all right answers by best of n.
+    RL. `more_controls` adds SFT on all distinct right answers, SFT on ranked answers in `ITERATIONS` iterations, `evaluate_best` (best of n
+    of the former) and, unless the round itself does both, SFT on half as many answers, then half as much RL.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
@@ -262,8 +257,8 @@ def _finetune_on_own(
 ) -> Output:  # fmt: skip
     """Finetune a model on gold answers and on its own right answers to the round's prompts, with `share` of the recipe's answers and steps.
 
-    It learns from all distinct right answers or, if `ranked`, from the `most` answers per prompt with the highest reward (`most` is set in
-    the recipe's `pick_FIELD`). `samples`: replaces `name` in the label of a shared sampling step. `field`: FIELD in the recipe.
+    It learns from all distinct right answers or, if `ranked`, from those with the highest reward: `most` per prompt, as the recipe's
+    `pick_FIELD` says. `field`: FIELD in the names of the recipe's steps. `samples`: the name of a sampling step that arms share.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
@@ -309,19 +304,17 @@ def replace_field(name: str, value: object) -> Callable[[StageConfig], StageConf
 
 def new_prompts(number: int) -> Output:
     """Return new training prompts for round `number`: the slice after the prompts of the first finetuning, development and earlier rounds.
-
-    The seed and held-out share stay the same, so no held-out question becomes a training question. The prompts have no gold answers: a
-    round learns from demonstrations and preferences, not from references that its controls do not get.
-    """
+    Seed and held-out share are those of all rounds, so no held-out question becomes a training question. The prompts have no gold answers,
+    since a round learns from demonstrations and preferences, not from references that its controls lack."""
     train = new_prompts_per_round()
-    return _slice(f"prompts_{number}", _set_aside() + (number - 1) * train, train)
+    return _slice(f"prompts_{number}", prompts_taken(_development()) + (number - 1) * train, train)
 
 
 def development_prompts() -> Output | None:
     """Return the prompts on which an average's weights are searched; no training uses them. None if the recipe omits `average`."""
-    if not _development():
+    if not (configs := _development()):
         return None
-    pool = _slice("development_pool", 0, _set_aside())
+    pool = _slice("development_pool", 0, prompts_taken(configs))
     return step(unused_prompts, "development", default=DEVELOPMENT, pool=pool)
 
 
@@ -335,12 +328,8 @@ def _slice(label: str, first: int, count: int) -> Output:
     return step(prompts, label, field="prompts", adapt=of)
 
 
-def _set_aside() -> int:
-    """Return the number of prompts of each task that are reserved for development."""
-    return prompts_taken(_development())
-
-
 def _development() -> list[StageConfig | None]:
+    """Return the configurations of the step that reserves prompts for development; none if the recipe omits `average`."""
     wanted_step = Step("development", "development", unused_prompts, DEVELOPMENT)
     return current_walk().configs(wanted_step) if current_walk().configs(Step("average", "average", average)) else []
 

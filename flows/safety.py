@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from puna.flows.engine.declare import Output, flow, publish, step, tell
+from puna.flows.engine.declare import Model, Output, Preferences, flow, publish, step, tell
 from puna.stages.align.dpo import dpo
 from puna.stages.align.instructions import chosen
 from puna.stages.align.refusal_prompts import refusal_prompts
 from puna.stages.align.sft import sft
-from puna.stages.contract import Kind
 from puna.stages.evaluation.evaluate import evaluate
 from puna.storage import Artifact
 
@@ -18,7 +15,7 @@ RATES = {"harmful": "violations", "borderline": "false refusals"}
 
 
 @flow
-def safety(model: Annotated[Output, Kind("model")], judged: list[Annotated[Output, Kind("preferences")]]) -> Output:
+def safety(model: Model, judged: list[Preferences]) -> Output:
     """Train a model by DPO on preferences between refusals and other answers, and measure violations and false refusals.
 
     Violations are answers to harmful held-out prompts; false refusals are refusals of borderline ones. An answer that reaches the token

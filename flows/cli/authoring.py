@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import keyword
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, StoreOption, import_modules
+from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, StoreOption, import_modules, replacing
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.storage import PunaError
 from puna.storage.store import folder_of
@@ -60,10 +59,9 @@ def demo_pages(
 
     sample = make_sample(folder or sample_folder(folder_of(store)), quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(sample), default=str))
-    else:
-        for file in sample.files:
-            typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
+        return typer.echo(json_text(asdict(sample)))
+    for file in sample.files:
+        typer.echo(f"{sample.folder / file.name}: {file.pages:,} pages, {file.size / 1e6:.1f} MB")
 
 
 @app.command()
@@ -74,24 +72,16 @@ def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="New folder;
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write the template project to a new folder and return its files, sorted. The folder's name becomes the package's name.
-
-    Raise PunaError if the name is `puna`, a keyword or not a lower-case identifier, or if the folder exists or cannot be written.
-    """
+    """Write the template project to a new folder, whose name becomes the package's, and return its files, sorted. Raise PunaError if the
+    name is no lower-case identifier, a keyword or `puna`, or if the folder exists or cannot be written."""
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":
         raise PunaError(f"new {folder}: the name is the package's: lower-case letters, digits and _, for example my_rules")
     if folder.exists():
         raise PunaError(f"new {folder}: already exists; choose another name")
-    part = folder.with_name(f".{name}.{os.getpid()}")
-    try:
+    with replacing(folder, f"new {folder}", "choose another place") as part:
         for template in TEMPLATES.rglob("*.txt"):
             file = part / str(template.relative_to(TEMPLATES).with_suffix("")).replace("PROJECT", name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(template.read_text(encoding="utf-8").replace("PROJECT", name), encoding="utf-8")
-        os.replace(part, folder)
-    except OSError as error:
-        raise PunaError(f"new {folder}: cannot be written ({error}); choose another place") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return sorted(file for file in folder.rglob("*") if file.is_file())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from puna.flows.cli.inspect import replacing
 from puna.flows.curate import curate
 from puna.flows.engine import preflight
 from puna.flows.engine.inputs import column_changes, parse_inputs
@@ -32,7 +33,7 @@ from puna.stages.curate.language import identify
 from puna.stages.reading.dates import EPOCH
 from puna.stages.reading.field_detection import sniff
 from puna.stages.reading.pages import NO_PAGE
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, PunaError, Store, errors_at
 
 ENDINGS = {".jsonl": "jsonl", ".parquet": "parquet"}
 ROWS = 10_000
@@ -41,7 +42,7 @@ RECIPE = "clean"
 
 @dataclass
 class Choices:
-    """Recipe `changes` that suit the inputs, and the messages about inputs and changes for the user (`said`)."""
+    """Changes of the recipe that fit the inputs, and messages to the user about the inputs and the changes (`said`)."""
 
     changes: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -49,11 +50,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The files that `puna clean` writes, and counts of pages.
-
-    `kept`: clean documents. `pages`: kept and dropped pages. `rules`: rule (`step.rule`) → pages that it dropped, the largest count first.
-    `no_page`: rule → input records that hold no page. `files_without_page`: text about files that hold no page; empty without such files.
-    """
+    """The files that `puna clean` writes, and counts of pages. `kept`: clean documents. `pages`: kept and dropped pages. `rules`: rule
+    (`step.rule`) → pages that it dropped, the largest count first. `no_page`: rule → input records that hold no page.
+    `files_without_page`: text about files that hold no page; empty without such files."""
 
     documents: Path
     dropped: Path
@@ -69,11 +68,9 @@ def clean(
     paths: Sequence[str], output: Path, store: Store, *, changes: Sequence[str] = (), columns: Sequence[str] = (),
     recipe: str = RECIPE, workers: int | None = None, say: Callable[[str], None] = print, quiet: bool = False,
 ) -> Cleaned:  # fmt: skip
-    """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files.
-
-    `output`: a folder, or a file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file; a file without a `base` inherits from
-    `clean`. Raise PunaError for a wrong input before anything runs, and if a file cannot be written at the end.
-    """
+    """Clean pages: inspect them, choose settings and print the choices, run the flow `curate`, write plain files. `output`: a folder, or a
+    file that ends in .jsonl or .parquet. `recipe`: a name or a YAML file, which inherits from `clean` unless it names a `base`. Raise
+    PunaError for a wrong input before anything runs, and if a file cannot be written at the end."""
     kind, target = _target(output)
     store = store.within(read_values(recipe, list(changes), RECIPE)[0].get("project"))
     parsed = parse_inputs(paths, curate.inputs, store, "clean")
@@ -93,11 +90,15 @@ def clean(
         performer = Performer(steps)
         documents = performer.walk(curate, flow_input).documents.items[0]
     sources = [*(outcome.artifact for step, outcome in now.outcomes if step == "ingest"), *imported]
-    _replace(target, lambda file: _write(_rows(documents, now), file, kind))
-    dropped = target.with_name(f"{target.stem}.dropped.jsonl")
-    _replace(dropped, lambda file: _write(_dropped_rows(now, sources), file, "jsonl"))
-    page = target.with_name(f"{target.stem}.report.html")
-    _replace(page, lambda file: shutil.copyfile(write(store, now.run, None), file))
+    dropped, page = (target.with_name(f"{target.stem}.{name}") for name in ("dropped.jsonl", "report.html"))
+    with errors_at(f"clean: {target.parent}: cannot be created; name another place with -o", OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(target) as file:
+        _write(_rows(documents, now), file, kind)
+    with _replacing(dropped) as file:
+        _write(_dropped_rows(now, sources), file, "jsonl")
+    with _replacing(page) as file:
+        shutil.copyfile(write(store, now.run, None), file)
     now.refresh()
     rules = _rules(now)
     no_page = {name: rules.pop(f"ingest.{name}") for name in NO_PAGE if f"ingest.{name}" in rules}
@@ -109,7 +110,7 @@ def clean(
 
 
 def look(files: list[External], imported: list[Artifact], named: Sequence[str], recipe: str = RECIPE) -> Choices:
-    """Sample the inputs; return suitable recipe changes and messages. `named`: the user's changes. Raise PunaError without any text."""
+    """Sample the inputs; return fitting recipe changes, and messages. `named`: the user's changes. Raise PunaError if no text is found."""
     choices = Choices()
     values = load(recipe, list(named), "curate", RECIPE).values
     reading = values.get("ingest") or {}
@@ -145,22 +146,13 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
             check_inputs(files, config)
         rejected = first_rejection(files, config) if files else None
         reason = f" ({rejected.rule}: {rejected.detail}{hints([rejected.rule])})" if rejected else ""
-        raise PunaError(
-            f"clean: no page of {names} contains text{reason}. WARC, WET, HTML, text, Parquet, JSON and CSV are read; "
-            "`puna run ingest --input …` reports what was dropped"
-        )
-    _tell_languages(texts, choices)
+        raise PunaError(f"clean: no page of {names} contains text{reason}; `puna run ingest --input …` reports what was dropped")
+    languages = Counter(identify(text)[0] for text in texts)
+    shares = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
+    choices.said.append(f"languages of {len(texts):,} sampled pages: {shares}; all are kept (--set 'select.language={{…}}' selects some)")
     if values.get("domains") is None:
         _choose_topics(texts, choices)
     return choices
-
-
-def _tell_languages(texts: list[str], choices: Choices) -> None:
-    languages = Counter(identify(text)[0] for text in texts)
-    shares = ", ".join(f"{name} {count / len(texts):.0%}" for name, count in languages.most_common(6))
-    choices.said.append(
-        f"languages of {len(texts):,} sampled pages: {shares}; all are kept (--set 'select.language={{…}}' selects some)"
-    )
 
 
 def _choose_topics(texts: list[str], choices: Choices) -> None:
@@ -205,7 +197,7 @@ def _rows(documents: Artifact, now: Session) -> Iterator[pa.RecordBatch]:
 
 
 def _dropped_rows(now: Session, sources: Sequence[Artifact]) -> Iterator[pa.RecordBatch]:
-    """Yield batches of all dropped rows with step, rule, detail, source and URL. Source and URL are null if no page has the row's id."""
+    """Yield batches of all dropped rows, with step, source and URL. Source and URL are null if no row of `sources` has the id."""
     tables = [(step, outcome.artifact.read("dropped")) for step, outcome in now.outcomes if "dropped" in outcome.artifact.tables]
     ids = pa.chunked_array([table["id"] for _, table in tables], pa.string())
     pieces = (part.read() for artifact in sources for part in artifact.parts(None, ["id", "source", "url"], ROWS))
@@ -245,14 +237,5 @@ def _write(batches: Iterator[pa.RecordBatch], file: Path, kind: str) -> None:
                 out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file atomically: call `write` with a temporary path, then rename it. Raise PunaError if that fails."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise PunaError(f"clean: {target}: cannot be written ({error}); name another place with -o") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+def _replacing(target: Path) -> AbstractContextManager[Path]:
+    return replacing(target, f"clean: {target}", "name another place with -o")

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from puna.flows.cli.inspect import JsonOption, ProcessesOption, ProjectOption, StoreOption, leads, print_rows
+from puna.flows.cli.inspect import JsonOption, ProjectOption, RanksOption, StoreOption, leads, print_rows
 from puna.flows.cli.load_engine import serving_options
 from puna.flows.cli.model import SERVING, ModelArgument
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import short
 from puna.models.serving import ServingSettings
@@ -35,8 +36,7 @@ MEASURED = {"contaminated": "contaminated", "clean": "clean part", "calibration_
 def evaluate(
     model: ModelArgument,
     tasks: Annotated[
-        list[str],
-        typer.Option("--tasks", metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of task files, or prompts"),
+        list[str], typer.Option(metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of these, or prompts")
     ],
     harness: Annotated[bool, typer.Option("--harness", help="Run lm-evaluation-harness; --tasks may name its built-in tasks")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task, this many")] = None,
@@ -49,15 +49,13 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=0, max=10, help="Sampling temperature (default: the task file's)")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer to prompts; task files set their own")] = 256,
     judges: Annotated[list[str] | None, typer.Option("--judge", metavar="MODEL", help="Model for verifiers that need a judge")] = None,
-    contaminated: Annotated[
-        bool, typer.Option("--contamination/--no-contamination", help="Look the questions up in the model's training data")
-    ] = True,
+    contaminated: Annotated[bool, typer.Option("--contamination/--no-contamination", help="Search the training data for questions")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the results in lm-evaluation-harness's JSON")] = None,
     serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
-    processes: ProcessesOption = 1,
+    processes: RanksOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Score a model on benchmarks (multiple choice, perplexity, verified answers) or held-out prompts, with confidence intervals.
@@ -86,7 +84,7 @@ def evaluate(
         with errors_at(f"--output {output}", OSError):
             output.write_text(text, encoding="utf-8")
     if as_json:
-        return typer.echo(json.dumps(json.loads(text)))
+        return typer.echo(json_text(json.loads(text)))
     _print_scores(evaluation)
 
 
@@ -105,7 +103,7 @@ def _print_scores(evaluation: Artifact) -> None:
 
 
 def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dict[str, list[Any]], tuple[str, ...]]:
-    """Sort `names` into stage inputs (task files, folders, prompts) and the harness's built-in tasks. Raise PunaError for other names."""
+    """Split `names` into inputs of the stage (task files, prompts) and the harness's built-in tasks. Raise PunaError for other names."""
     inputs: list[External] = []
     prompts: list[Artifact] = []
     own = []
@@ -129,7 +127,7 @@ def _task_inputs(names: Sequence[str], harness: bool, store: Store) -> tuple[dic
 
 
 def _task_input(path: Path) -> External:
-    """Return a task file with its data files, found beside it or in the working directory. Raise PunaError if one is missing."""
+    """Return a task file with its data files, which lie beside it or in the working directory. Raise PunaError if one is missing."""
     (own,) = External.resolve(str(path))
     spec = read_task(path.read_bytes(), str(path))
     files = list(own.files)
@@ -145,7 +143,7 @@ def _task_input(path: Path) -> External:
 def _run(
     store: Store, model: str, asked: dict[str, list[Any]], config: Any, as_json: bool, own: tuple[str, ...] | None, contaminated: bool
 ) -> Artifact:
-    """Return a model's evaluation; if `model` is a path, import it first. `own`: the harness's built-in tasks; None: run `benchmark`."""
+    """Return a model's evaluation; import the model first if it is a path. `own`: built-in tasks of the harness; None: do not use it."""
     from puna.flows.engine import preflight
     from puna.flows.engine.session import session
     from puna.stages.curate.contamination import ContaminationConfig, contamination, trained_on
@@ -223,8 +221,8 @@ def predict(
 ) -> None:  # fmt: skip
     """Forecast the loss that a training budget reaches, with its 95 % interval, and the model shape and number of tokens that reach it.
 
-    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss of a pretraining run
-    of the forecast's size, or of about the same FLOPs and number of tokens on the ladder's data.
+    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss measured later: that of a
+    run which trained the forecast's model, or used about the same FLOPs and number of tokens on the ladder's data.
     """
     opened = Store.existing(store, project)
     if outcomes:
@@ -238,7 +236,7 @@ def predict(
     forecast = _forecast(opened, {"flops": flops, "hours": hours, "gpu": gpu, "sequence_length": sequence_length}, law)
     metrics: dict[str, Any] = forecast.manifest.metrics
     if as_json:
-        return typer.echo(json.dumps({"id": forecast.id, "recipe": str(forecast.path("recipe.yaml")), **metrics}))
+        return typer.echo(json_text({"id": forecast.id, "recipe": forecast.path("recipe.yaml"), **metrics}))
     low, high = metrics["predicted_loss_low"], metrics["predicted_loss_high"]
     typer.echo(f"loss      {metrics['predicted_loss']:.3f} nats per token ({low:.3f} to {high:.3f})")
     typer.echo(f"shape     {metrics['shape']}, {short(metrics['parameters'])} parameters in matrix products")

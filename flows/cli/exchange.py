@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 import pyarrow.parquet as pq
 import typer
 
-from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
+from puna.flows.cli.inspect import JsonOption, ModuleOption, ProjectOption, StoreOption, import_modules
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.html.markup import size
 from puna.stages.contract import did_you_mean
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import PunaError, Store
 
 if TYPE_CHECKING:
     from puna.stages.io.export import Format
@@ -23,25 +24,18 @@ app = typer.Typer()
 
 @app.command("import")
 def import_(
-    kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="What the files hold: model, documents, instructions, prompts, preferences, classifier")
-    ],
+    kind: Annotated[str, typer.Argument(help="model, documents, instructions, prompts, preferences or classifier")],
     paths: Annotated[list[str], typer.Argument(metavar="PATH|URI…", help="Files or folders, as [NAME=]URI; hf://… for the hub")],
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set: NAME@latest")] = None,
-    columns: Annotated[
-        list[str] | None, typer.Option("--columns", metavar="FIELD=COLUMN", help="Column of the rows that holds a field: prompt=question")
-    ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field; `puna fields import_KIND` shows them")
-    ] = None,
+    columns: Annotated[list[str] | None, typer.Option(metavar="FIELD=COLUMN", help="Column that holds a field: prompt=question")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of import_KIND")] = None,
     verifier: Annotated[
-        str | None,
-        typer.Option("--verifier", metavar="NAME|JSON", help='For prompts that name no verifier: numeric, exact or {"name": …}'),
+        str | None, typer.Option(metavar="NAME|JSON", help='For prompts that name no verifier: numeric, exact or {"name": …}')
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     modules: ModuleOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Import a model (a checkpoint with its tokenizer), a classifier, or data (JSON lines, Parquet, CSV, data sets on disk or the hub)."""
     from puna.flows.engine.inputs import alias_of
@@ -91,18 +85,16 @@ def export(
     folder: Annotated[Path, typer.Argument(help="New folder for the files")],
     format: Annotated[
         str | None,
-        typer.Option(
-            help="Models: hf (default), gguf, awq (4 bits) or adapter. Data: parquet (default) or jsonl; datasketch: MinHash signatures",
-            metavar="FORMAT",
-        ),
+        typer.Option(help="Models: hf (default), gguf, awq (4 bits), adapter. Data: parquet (default), jsonl, datasketch (signatures)"),
     ] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="With awq: calibration text of 8,192 tokens")] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write an artifact as plain files: a model for transformers, vLLM or llama.cpp, data as Parquet or JSON lines."""
-    from puna.stages.io.export import export_data, export_model
+    from puna.stages.curate.minhash.index import signature_table
+    from puna.stages.io.export import export_data, export_model, new_folder
 
     opened = Store.existing(store, project)
     artifact = opened.check(opened.resolve(identity), whole=True)
@@ -116,21 +108,12 @@ def export(
     if artifact.kind == "model":
         files = export_model(artifact, folder, cast("Format", format or "hf"), text)
     elif format == "datasketch":
-        files = [_export_signatures(artifact, folder)]
+        with new_folder(folder) as part:
+            pq.write_table(signature_table(artifact), part / "signatures.parquet", compression="zstd")
+        files = [folder / "signatures.parquet"]
     else:
         files = [export_data(artifact, folder, "jsonl" if format == "jsonl" else "parquet")]
     if as_json:
-        return typer.echo(json.dumps([str(file) for file in files]))
+        return typer.echo(json_text(files))
     for file in files:
         typer.echo(f"{file}  {size(file.stat().st_size)}")
-
-
-def _export_signatures(documents: Artifact, folder: Path) -> Path:
-    """Write the MinHash signatures from the documents' near-duplicate index to a Parquet file for datasketch; return the file."""
-    from puna.stages.curate.minhash.index import signature_table
-    from puna.stages.io.export import new_folder
-
-    table = signature_table(documents)
-    with new_folder(folder) as part:
-        pq.write_table(table, part / "signatures.parquet", compression="zstd")
-    return folder / "signatures.parquet"

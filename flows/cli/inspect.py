@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sys
+from collections.abc import Iterator
 from datetime import datetime, timedelta
-from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -14,9 +17,9 @@ import typer
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from puna.flows.engine.console import summary, tee_stderr
+from puna.flows.engine.console import json_text, summary, tee_stderr
 from puna.flows.engine.defaults import DEFAULT_STORE
-from puna.flows.html.markup import size
+from puna.flows.html.markup import cell_text, size
 from puna.flows.report.why import fate
 from puna.stages import plugins
 from puna.stages.contract import rank_jobs
@@ -28,12 +31,8 @@ from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
 app = typer.Typer()
-ProcessesOption = Annotated[
-    int, typer.Option(min=1, help="Number of processes that train together or divide the prompts; by default each holds the whole model")
-]
-ModuleOption = Annotated[
-    list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own Python file or module: stages, rules, verifiers")
-]
+RanksOption = Annotated[int, typer.Option(min=1, help="Processes that train together or divide the prompts, each with the whole model")]
+ModuleOption = Annotated[list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own stages, rules and verifiers")]
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Store of the artifacts: a folder or s3:// URI")]
 
 
@@ -41,27 +40,34 @@ def _project(name: str | None) -> str | None:
     return None if name is None else checked_project(name)
 
 
-ProjectOption = Annotated[
-    str | None,
-    typer.Option("--project", metavar="NAME", help="Project whose aliases are used (default: `default`)", callback=_project),
-]
-NameArgument = Annotated[
-    str, typer.Argument(metavar="FLOW|STAGE", help="A flow or a stage; `puna stages` lists them. stage:NAME if a flow has the same name")
-]
+ProjectOption = Annotated[str | None, typer.Option(metavar="NAME", callback=_project, help="Use this project's aliases, not `default`'s")]
+NameArgument = Annotated[str, typer.Argument(metavar="FLOW|STAGE", help="See `puna stages`; stage:NAME if a flow has the same name")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output")]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="kind/prefix, a prefix of the key, or NAME@VERSION")]
 MOST_ROWS = 200
 HTML = (".html", ".htm", ".xhtml")
 
 
+@contextlib.contextmanager
+def replacing(target: Path, where: str, remedy: str) -> Iterator[Path]:
+    """Yield a temporary path that replaces `target` at the end, unless an error occurs. Raise PunaError (`where`, `remedy`) for OSError."""
+    part = target.with_name(f".{os.getpid()}-{target.name}")
+    try:
+        yield part
+        os.replace(part, target)
+    except OSError as error:
+        raise PunaError(f"{where}: cannot be written ({error}); {remedy}") from error
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+
+
 def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | None = None) -> None:
     """Print the first MOST_ROWS rows as a table, or all rows as JSON lines."""
     if as_json:
         for row in rows:
-            line = json.dumps(row, default=_json_value)
-            if "NaN" in line or "Infinity" in line:  # JSON has no such numbers: they become null
-                line = json.dumps(json.loads(line, parse_constant=lambda _: None))
-            typer.echo(line)
+            typer.echo(json_text(row))
         return
     names = columns or (list(rows[0]) if rows else [])
     table = Table(box=None, header_style="bold")
@@ -75,12 +81,6 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool, columns: list[str] | N
         terminal.print(f"{len(rows) - MOST_ROWS:,} more rows; --json prints all")
 
 
-def _json_value(value: Any) -> str | int | float:
-    if isinstance(value, Decimal):  # DuckDB's sum of whole numbers, among others
-        return int(value) if value == value.to_integral_value() else float(value)
-    return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
-
-
 def _when(created_at: str) -> str:
     return f"{datetime.fromisoformat(created_at):%Y-%m-%d %H:%M:%S} UTC"
 
@@ -90,16 +90,7 @@ def _number(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        text = f"{value:.6g}"
-    elif isinstance(value, bytes):
-        text = f"{len(value):,} bytes"
-    elif isinstance(value, (bool, list, dict)):
-        text = json.dumps(value, default=_json_value, ensure_ascii=False)
-    else:
-        text = str(value)
+    text = json_text(value, ascii=False) if isinstance(value, (bool, list, dict)) else cell_text(value)
     return text if len(text) <= 300 else text[:297] + "…"
 
 
@@ -110,18 +101,15 @@ def _counts(log: RunLog) -> dict[str, int]:
 @app.command("list")
 def list_(
     kind: Annotated[str | None, typer.Argument(help="Only artifacts of this kind")] = None,
-    runs: Annotated[bool, typer.Option("--runs", help="List runs instead")] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="List runs instead of artifacts")] = False,
     store: StoreOption = DEFAULT_STORE,
-    project: Annotated[
-        str | None,
-        typer.Option(
-            "--project", metavar="NAME", callback=_project, help="Only artifacts that the project's runs made or its aliases name"
-        ),
-    ] = None,
+    project: Annotated[str | None, typer.Option(metavar="NAME", callback=_project, help="Only this project's runs or artifacts")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List artifacts with their aliases, or runs, oldest first; --project limits the list to one project."""
+    """List artifacts with their aliases, or runs, oldest first. A project's artifacts are those that its runs made or its aliases name."""
     opened = Store.existing(store, project)
+    if runs and kind is not None:
+        raise PunaError(f"list {kind} --runs: runs have no kind; leave one of the two out")
     if runs:
         logs = [log for log in map(opened.log, opened.runs()) if project in (None, log.project)]
         if as_json:
@@ -182,12 +170,11 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
     m = artifact.manifest
     suspect = opened.suspects().get(artifact.key)
     if as_json:
-        return typer.echo(json.dumps(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
+        return typer.echo(json_text(json.loads(m.to_json()) | ({"suspect": suspect} if suspect else {})))
     typer.echo(f"{artifact.id}  made by {m.stage}, {_when(m.created_at)}{''.join(f', {n}' for n in opened.names().get(artifact.key, []))}")
     typer.echo(artifact.folder)
     if suspect:
         typer.echo(f"suspect: {suspect}; a run that needs it recomputes it")
-    usage = {**m.timings, "peak_memory_bytes": m.peak_memory_bytes}
     sections: dict[str, list[tuple[str, str]]] = {
         # Fields have the names that `--set` takes.
         "configuration": [(field, json.dumps(value)) for field, value in explaining.flat(m.config).items() if field],
@@ -195,7 +182,7 @@ def show(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: ProjectO
         "tables": [(n, f"{r.rows:,} rows: {', '.join(r.columns)}") for n, r in m.tables.items()],
         "files": [(n, f"{r.bytes:,} bytes") for n, r in m.files.items()],
         "metrics": [(n, _number(v)) for n, v in m.metrics.items()],
-        "measured": [(n, _number(v)) for n, v in usage.items()],
+        "measured": [(n, _number(v)) for n, v in (*m.timings.items(), ("peak_memory_bytes", m.peak_memory_bytes))],
     }
     for title, lines in sections.items():
         if lines:
@@ -244,7 +231,7 @@ def explain(name: IdArgument, store: StoreOption = DEFAULT_STORE, project: Proje
     before, changes = explaining.explain(opened, artifact)
     if as_json:
         rows = [{"what": c.what, "name": c.name, "before": c.before, "now": c.now} for c in changes]
-        return typer.echo(json.dumps({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
+        return typer.echo(json_text({"id": artifact.id, "before": before.id if before else None, "changes": rows}))
     if before is None:
         return typer.echo(f"{artifact.id}: the first artifact of stage {artifact.manifest.stage}")
     typer.echo(f"{artifact.id} differs from {before.id} (made {_when(before.manifest.created_at)}):")
@@ -280,7 +267,7 @@ def near(
     artifact = _documents(opened, documents)
     rows = describe(resembling(_text_of(file), artifact, least)[:most], artifact)
     if as_json:
-        return typer.echo(json.dumps({"documents": artifact.id, "found": rows}))
+        return typer.echo(json_text({"documents": artifact.id, "found": rows}))
     typer.echo(f"{artifact.id}, {artifact.rows():,} documents: {len(rows) or 'nothing'} similar")
     if rows:
         shares = ("similarity", "of_text", "of_document")
@@ -322,7 +309,10 @@ def verify(
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Move damaged artifacts to quarantine, to be recomputed")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Compare files with their checksums. List damaged artifacts, suspects (made from damaged ones), lost aliases; exit with 1 if any."""
+    """Compare files with their checksums. List damaged artifacts, suspects (artifacts made from damaged ones) and lost aliases.
+
+    Exit with status 1 if there are any.
+    """
     opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you accept")

@@ -27,11 +27,9 @@ def load_engine(
     work: Callable[[Tokenizer, int], Work] | None = None,
     draft_weights: Weights = "same", **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return the engine of a model, named by artifact, folder or file. Raise PunaError if the model cannot be loaded.
-
-    `store`: a function that opens the store. With `serving.offload`, print the memory plan on standard error; `work` then returns the
-    expected workload from the tokenizer and the context length, and of the engine's `limits`, only `step_tokens` is used.
-    """
+    """Return the engine of a model, named by artifact, folder or file. Raise PunaError if the model cannot be loaded. `store`: a function
+    that opens the store. `limits`: see `engine_of`. With `serving.offload`, print the memory plan on standard error; for the plan, `work`
+    returns the workload, given the tokenizer and the context in tokens, and only the limit `step_tokens` is used."""
     if draft is None and draft_weights != "same":
         raise PunaError("--draft-weights: there is no draft model; name one with --draft, or leave this out")
     with errors_at(model, ValueError, FileNotFoundError):

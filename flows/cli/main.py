@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql
-from puna.flows.cli.inspect import (
-    JsonOption,
-    ModuleOption,
-    NameArgument,
-    ProcessesOption,
-    ProjectOption,
-    StoreOption,
-    import_modules,
-    leads,
-)
-from puna.flows.engine.console import fail
+from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, RanksOption, StoreOption, import_modules, leads
+from puna.flows.engine.console import fail, json_text
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
 from puna.flows.engine.recipe import project_change
 from puna.flows.engine.trace import load
-from puna.flows.html.markup import duration, size
 from puna.flows.report import write
 from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
-
-if TYPE_CHECKING:
-    from puna.flows.engine.plan import Expected
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="From raw web pages to an aligned language model."
@@ -40,19 +27,13 @@ app = typer.Typer(
 for group in (inspect, sql, exchange, rules, model, authoring, evaluate, serving):
     app.add_typer(group.app)
 
-RecipeOption = Annotated[
-    str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow; a single stage keeps its defaults)")
-]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field, for example select.gopher_quality.min_words=60")
-]
+RecipeOption = Annotated[str | None, typer.Option(help="Name of a recipe, or a YAML file (default: demo for a flow, none for a stage)")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field: tokenizer.vocab_size=8192")]
 ColumnsOption = Annotated[
-    list[str] | None,
-    typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field of the input's rows for text, html, url or date: html=raw_html"),
+    list[str] | None, typer.Option("--columns", metavar="[INPUT:]WHAT=FIELD", help="Field with text, html, url or date: html=raw_html")
 ]
 InputOption = Annotated[
-    list[str] | None,
-    typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Files to read, or an artifact of the store; NAME: the input's name"),
+    list[str] | None, typer.Option("--input", metavar="[NAME=]URI|ARTIFACT", help="Files or an artifact; NAME: the input that takes it")
 ]
 WorkersOption = Annotated[int | None, typer.Option(min=1, help="Number of worker processes (default: one per core)")]
 
@@ -64,7 +45,7 @@ def run(
     executor: Annotated[str, typer.Option(metavar="ENGINE", help=f"Executor of the work: {FORMS}")] = PROCESSES,
     modules: ModuleOption = None,
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Alias to set for a stage's artifact: NAME@latest")] = None,
-    processes: ProcessesOption = 1, as_json: JsonOption = False,
+    processes: RanksOption = 1, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Run a flow or a single stage; existing artifacts are reused."""
     if not leads(processes, modules):
@@ -75,11 +56,9 @@ def run(
     from puna.flows.engine.inputs import alias_of, column_changes
 
     import_modules(modules)
-    fields = column_changes(columns or (), "ingest")
+    fields = (*column_changes(columns or (), "ingest"), *(changes or ()))
     alias = None if name is None else alias_of(name)
-    all_changes = (*fields, *(changes or ()))
-    request = launch.Request(what, recipe, all_changes, tuple(inputs or ()), workers, executor, as_json, alias, project or "")
-    launch.run(request, opened)
+    launch.run(launch.Request(what, recipe, fields, tuple(inputs or ()), workers, executor, as_json, alias, project or ""), opened)
     ranks.finish()
 
 
@@ -108,17 +87,18 @@ def plan(
     target, steps = steps_of(request, store)
     trains = isinstance(target, Flow) and any(step.stage == "pretrain" for step in steps)
     sample = target if not isinstance(target, Flow) and target.name == "sample" else None
-    if gpu is not None and not trains and sample is None:
-        raise PunaError(f"--gpu {gpu}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples")
+    if (gpu is not None or gpus > 1) and not trains and sample is None:
+        option = f"--gpus {gpus}" if gpu is None else f"--gpu {gpu}"
+        raise PunaError(f"{option}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples; leave it out")
     if gpus > 1 and sample is not None:
         raise PunaError(f"--gpus {gpus}: the cost of sample is planned for one GPU; leave --gpus out")
     estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, target.name), steps, store, gpu, gpus) if trains else {}
     costs = answering(sample, request, store, gpu) if sample is not None else []
     if as_json:
         summary = {**estimate, **({"answering": costs} if costs else {})}
-        return typer.echo(json.dumps({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
+        return typer.echo(json_text({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))
     for step in steps:
-        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{_estimate_text(step.expected)}")
+        typer.echo(f"{step.label:24s} {step.state:7s} {step.why}{f' · {step.expected}' if step.expected else ''}")
     counts = Counter(step.state for step in steps)
     typer.echo(", ".join(f"{counts[state]} {words}" for state, words in STATES.items() if counts[state]))
     typer.echo(f"{Total.of(steps)}\n")
@@ -130,10 +110,6 @@ def plan(
         typer.echo(f"\nphase {phase.pop('name')}")
         for name, value in phase.items():
             typer.echo(f"  {name:26s} {_readable(name, value)}")
-
-
-def _estimate_text(expected: Expected | None) -> str:
-    return "" if expected is None else f" · about {duration(expected.seconds)}, {size(expected.bytes)}, {size(expected.memory)} of memory"
 
 
 def _readable(name: str, value: Any) -> str:
@@ -153,9 +129,7 @@ def _readable(name: str, value: Any) -> str:
 
 @app.command()
 def clean(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH…", help="Files or folders of pages, or documents of the store, as [NAME=]URI|ARTIFACT")
-    ],
+    paths: Annotated[list[str], typer.Argument(metavar="[NAME=]PATH…", help="Files or folders of pages, or documents of the store")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder, or a file that ends in .jsonl or .parquet")],
     columns: ColumnsOption = None,
     recipe: Annotated[str, typer.Option("--recipe", help="Name of a recipe, or a YAML file with changes to the recipe clean")] = "clean",
@@ -163,22 +137,21 @@ def clean(
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
     workers: WorkersOption = None,
+    modules: ModuleOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Turn your own pages (WARC, HTML, text, Parquet, JSON, CSV) or documents of the store into clean documents, with a report."""
+    import_modules(modules)
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.cli.clean import clean as run_clean
 
-    def say(text: str) -> None:
-        typer.echo(text, err=as_json)
-
     result = run_clean(
         paths, output, opened, changes=(*(changes or ()), *project_change(project)), columns=columns or (), recipe=recipe, workers=workers,
-        say=say, quiet=as_json,
+        say=partial(typer.echo, err=as_json), quiet=as_json,
     )  # fmt: skip
     if as_json:
-        return typer.echo(json.dumps(asdict(result), default=str))
+        return typer.echo(json_text(asdict(result)))
     typer.echo(f"{result.kept:,} of {result.pages:,} pages are clean documents: {result.documents}")
     most = ", ".join(f"{rule} {count:,}" for rule, count in list(result.rules.items())[:3])
     typer.echo(f"dropped pages with their rules{f' (most by {most})' if most else ''}: {result.dropped}")
@@ -195,7 +168,7 @@ def accept(
     new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what the current code would make)")] = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Declare a refactoring equivalent: OLD is reused where the current code, or the code that made NEW, would recompute it."""
+    """Declare that a change of code changes no results: runs reuse OLD instead of computing NEW, or what the current code would make."""
     from puna.storage.explain import changes
 
     opened = Store.existing(store, project)
@@ -231,7 +204,7 @@ def report(
     compare: Annotated[str | None, typer.Option(metavar="RUN", help="An earlier run: write a comparison with it instead")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write one self-contained HTML page about a run, or about a comparison of two runs."""
+    """Write one self-contained HTML page that describes a run, or compares two runs."""
     typer.echo(str(write(Store.existing(store), run_name, output, compare)))
 
 

@@ -13,6 +13,7 @@ import typer
 
 from puna.flows.cli.inspect import ProjectOption, StoreOption
 from puna.flows.cli.load_engine import load_engine, serving_options
+from puna.flows.engine.console import json_text
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.flows.server.client import end_with
 from puna.models.memory import Work
@@ -51,7 +52,7 @@ DraftWeightsOption = Annotated[Weights, typer.Option(help="Weights of --draft; f
 
 
 def parameters(engine: Engine, default: dict[str, float], **options: Any) -> SamplingParams:
-    """Return sampling parameters. An option that is None takes the model's value, else that in `default`. Raise PunaError if one is bad."""
+    """Return sampling parameters: each from `options`; if None there, the model's, else from `default`. Raise PunaError for a wrong one."""
     from puna.models.generation import SamplingParams
 
     own = {} if engine.tokenizer is None else engine.tokenizer.sampling
@@ -68,8 +69,12 @@ def chat(
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
 ) -> None:  # fmt: skip
     """Chat with a model. /new begins a new conversation. Ctrl-C ends an answer; at the prompt, Ctrl-C or Ctrl-D ends the chat."""
-    place = partial(Store.existing, store, project)
-    engine = load_engine(model, place, serving, draft, lambda _, context: _talk(context, max_tokens), draft_weights)
+
+    def work(_: Tokenizer, context: int) -> Work:
+        answer = min(max_tokens, context - 1)
+        return Work(min(512, context - answer), answer, 1, min(context, 8192))
+
+    engine = load_engine(model, partial(Store.existing, store, project), serving, draft, work, draft_weights)
     asked_of = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     params = parameters(engine, CHAT, **asked_of, speculate=guesses(serving.speculate, draft))
     start = [{"role": "system", "content": _unicode(system, "--system")}] if system else []
@@ -93,14 +98,8 @@ def chat(
                 typer.echo(f"error: {error}", err=True)  # a person may shorten the question or begin a new conversation
 
 
-def _talk(context: int, max_tokens: int) -> Work:
-    """Return the workload of a conversation of up to 8,192 tokens, or of the model's context if that is shorter."""
-    answer = min(max_tokens, context - 1)
-    return Work(min(512, context - answer), answer, 1, min(context, 8192))
-
-
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer while it is generated; return its text. Ctrl-C ends it early. Raise PunaError if the model cannot answer."""
+    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer early. Raise PunaError if there can be none."""
     from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None
@@ -138,7 +137,7 @@ def generate(
     search: Annotated[str | None, typer.Option(metavar="METHOD", help="Choose one of --n answers: best or majority")] = None,
     verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Verifier for best: {"name": "json_schema", …}')] = None,
     documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents whose matching passages precede each prompt")] = None,
-    passages: Annotated[int, typer.Option(min=1, help="With --documents: passages for each prompt, of 150 words at most")] = 3,
+    passages: Annotated[int | None, typer.Option(min=1, help="Passages per prompt, of up to 150 words each (default: 3)")] = None,
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per answer: text, tokens, logprobs, finished, cost")] = False,
@@ -149,8 +148,10 @@ def generate(
     requests = requests or [_parse_prompt(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
     if not requests:
         raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
+    if passages is not None and documents is None:
+        raise PunaError("--passages: name the documents that the passages come from, with --documents")
     searching = _searching(search, n, verifier, temperature)
-    inputs = requests if documents is None else _with_passages(requests, documents, passages, Store.existing(store, project))
+    inputs = requests if documents is None else _with_passages(requests, documents, passages or 3, Store.existing(store, project))
 
     def work(tokenizer: Tokenizer, context: int) -> Work:
         return Work(max(len(ids) for ids in _ids(tokenizer, inputs, raw)), max_tokens, len(inputs) * n)
@@ -164,13 +165,17 @@ def generate(
     assert tokenizer is not None
     with errors_at("", ValueError):
         ids = _ids(tokenizer, inputs, raw)
-        _check_room(engine, max(map(len, ids)), max_tokens)
+        longest = max(map(len, ids))
+        if engine.room(longest, max_tokens) < max_tokens:
+            context = engine.model.config.max_position_embeddings
+            message = f"{longest} tokens of a prompt and {max_tokens} of its answer exceed the model's context of {context}"
+            raise PunaError(f"{message}: lower --max-tokens, or keep only the last tokens with --window")
         answers = _answers(engine, ids, params, searching, requests)
     _print_answers(tokenizer, list(zip(requests, ids, answers, strict=True)), as_json, searching is not None, raw)
 
 
 def _answers(engine: Engine, ids: list[list[int]], params: SamplingParams, searching: SearchConfig | None, requests: list[Any]) -> Answers:
-    """Return each prompt's answers with their cost: all samples, or only the answer that the search chose."""
+    """Return, for each prompt, pairs of an answer and its costs: all samples, or only the answer that the search chose."""
     if searching is None:
         return [[(answer, {"drawn": len(answer.tokens)}) for answer in row] for row in engine.generate(ids, params)]
     answers = searched(engine, ids, params, searching, _values(searching, requests))
@@ -186,19 +191,11 @@ def _print_answers(tokenizer: Tokenizer, rows: list[tuple[Any, list[int], Row]],
             stream = TextStream(tokenizer, context=ids if raw else ())
             text = "".join(map(stream.add, answer.tokens)) + stream.rest
             whole = {"prompt": prompt, "text": text, "tokens": answer.tokens, "logprobs": answer.logprobs, "finished": answer.finished}
-            typer.echo(json.dumps({**whole, "read": len(ids), **cost}, ensure_ascii=False) if as_json else text)
+            typer.echo(json_text({**whole, "read": len(ids), **cost}, ascii=False) if as_json else text)
     if searched and not as_json:
         draws = sum(int(cost["drawn"]) for _, _, row in rows for _, cost in row)
         answered = sum(len(answer.tokens) for _, _, row in rows for answer, _ in row)
         typer.echo(f"{draws:,} tokens generated for answers of {answered:,} tokens", err=True)
-
-
-def _check_room(engine: Engine, prompt: int, answer: int) -> None:
-    """Raise PunaError if a prompt of `prompt` tokens and an answer of `answer` tokens do not fit into the model's context."""
-    if engine.room(prompt, answer) < answer:
-        context = engine.model.config.max_position_embeddings
-        message = f"{prompt} tokens of a prompt and {answer} of its answer exceed the model's context of {context}"
-        raise PunaError(f"{message}: lower --max-tokens, or keep only the last tokens with --window")
 
 
 def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]:
@@ -214,7 +211,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _searching(method: str | None, n: int, verifier: str | None, temperature: float | None) -> SearchConfig | None:
-    """Return the configuration of --search; None without --search. Raise PunaError if options conflict or --verifier is unusable."""
+    """Return the configuration of the search; None without --search. Raise PunaError if options conflict or --verifier is not usable."""
     if method is None:
         if verifier is not None:
             raise PunaError("--verifier chooses among answers: add --search best")
@@ -229,7 +226,7 @@ def _searching(method: str | None, n: int, verifier: str | None, temperature: fl
 
 
 def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
-    """Return a function that scores answers with the verifier; None without one. Raise PunaError if the verifier cannot judge a prompt."""
+    """Return a function that scores answers with the verifier; None without verifier. Raise PunaError if it cannot judge a prompt."""
     if config.verifier is None:
         return None
     verifier = from_text(json.dumps(config.verifier))
@@ -255,7 +252,7 @@ def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> l
 
 
 def _mask(engine: Engine, file: Path) -> Mask:
-    """Return the mask of the tokens that the JSON schema in a file allows next. Raise PunaError if the schema cannot be used."""
+    """Return a token mask that makes an answer follow the JSON schema in `file`. Raise PunaError if the schema cannot be used."""
     from puna.models.bounds import read_object
     from puna.models.generation.grammar import Grammar
 
@@ -277,7 +274,7 @@ def _parse_prompt(number: int, line: bytes) -> Any:
 
 
 def _unicode(text: str, where: str) -> str:
-    """Return the text; raise PunaError if it holds lone surrogates, from bytes that are not UTF-8 or from JSON escapes."""
+    """Return the text. Raise PunaError if it holds lone surrogates, which come from bytes that are not UTF-8 or from JSON escapes."""
     with errors_at(f"{where} is not Unicode text", UnicodeEncodeError):
         text.encode()
     return text

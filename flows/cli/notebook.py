@@ -37,7 +37,7 @@ def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
 
 
 def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_STORE, **settings: Any) -> Artifact:
-    """Return a stage's artifact for the given inputs, from the store if the store has it, else computed.
+    """Return a stage's artifact for the given inputs; if the store does not have it, run the stage.
 
     `stage`: a function declared with `@stage`, or its name. `inputs`: artifacts, ids, aliases or files, assigned by kind; `NAME=ID` assigns
     to the input NAME. `settings`: fields of the stage's configuration. Raise PunaError if a name, an input or a setting is wrong.
@@ -53,7 +53,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
 def run_flow(
     flow: Flow | str, *inputs: Input, recipe: str = DEFAULT_RECIPE, changes: Sequence[str] = (), store: Store | str | Path = DEFAULT_STORE
 ) -> dict[str, Artifact]:
-    """Run a flow (without `inputs`, on the sample or `INPUT@latest`); return step label → artifact. `changes`: texts as for `--set`.
+    """Run a flow, without `inputs` on the sample or on `INPUT@latest`, and return step label → artifact. `changes`: texts as for `--set`.
     Raise PunaError if a name, an input or a change is wrong, or if a stage fails."""
     target = launch.target_named(f"flow:{flow.removeprefix('flow:')}") if isinstance(flow, str) else flow
     assert isinstance(target, Flow)

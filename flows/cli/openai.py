@@ -37,7 +37,7 @@ CLIENT_GONE = 499  # nginx's status for a client that disconnected; nobody recei
 
 @dataclass(frozen=True)
 class Limits:
-    """Server limits: prompts that wait or run, also answers per request (`queue`), `seconds` per request, `body` in bytes."""
+    """Limits of a server. `queue`: prompts that wait or run, and answers per request; `seconds`, `body` (bytes): of one request."""
 
     queue: int = 256
     seconds: float = 600.0
@@ -71,7 +71,7 @@ class Answerer:
         return await self._answer(body, request, prompts, body.max_tokens, "text_completion", top)
 
     def _alternatives(self, body: CompletionRequest | ChatRequest, field: str, echo: bool = False) -> int | None:
-        """Return the number of likeliest tokens to report at each position, None without log-probs. Raise ApiError if unsupported."""
+        """Return the number of likeliest tokens to report per position; None without log-probs. Raise ApiError if this is unsupported."""
         top = body.alternatives
         if body.stream and top:
             raise _refusal(field, "a stream reports the log-probs of its own tokens, without alternatives: leave stream out")
@@ -84,7 +84,7 @@ class Answerer:
         try:
             return [*self.tokenizer.lead, *self.tokenizer.encode(text)]
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "prompt") from error
+            raise ApiError(str(error), "prompt") from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Return the response to a chat request: the answers to its conversation, whole or streamed. Raise ApiError if refused."""
@@ -96,9 +96,9 @@ class Answerer:
         try:
             ids = await asyncio.to_thread(self.tokenizer.chat, turns, tools=tools)  # a slow template must not delay other requests
             if tools and ids == await asyncio.to_thread(self.tokenizer.chat, turns):
-                raise ApiError(400, "invalid_request_error", "the model's chat template does not support tools", "tools")
+                raise ApiError("the model's chat template does not support tools", "tools")
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "messages") from error
+            raise ApiError(str(error), "messages") from error
         longest = body.max_completion_tokens or body.max_tokens or max(1, self.worker.engine.room(len(ids), 1024))
         return await self._answer(body, request, [ids], longest, "chat.completion", top, names)
 
@@ -127,7 +127,7 @@ class Answerer:
         return StreamingResponse(_lines(replies[0], first, events, usage), media_type="text/event-stream")
 
     async def _all(self, body: Sampled, replies: list[Reply], params: SamplingParams, longest: int, top: int) -> list[Reply]:
-        """Generate answers (none if `longest` is 0), then compute requested log-probs; return `replies`. One failure fails the request."""
+        """Generate answers (none if `longest` is 0), then compute requested log-probs; return `replies`. A failed answer fails them all."""
         if longest:
             drawing = [asyncio.ensure_future(self._draw(reply, params)) for reply in replies]
             try:
@@ -141,8 +141,12 @@ class Answerer:
                 scores = await self.worker.score(ids, top, 1.0, self.seconds)
             for reply, prompt, own in zip(replies, body.prompt, scores, strict=True):
                 reply.prompt = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=True), own)
-        if top and longest:
-            await self._score_answers(replies, top, params.temperature or 1.0)
+        if top and longest:  # scored anew for the alternatives; the tokens' own log-probs stay equal up to rounding
+            answers = [(reply, number) for reply in replies for number in reply.drawn]
+            sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
+            rows = await self.worker.score(sequences, top, params.temperature or 1.0, self.seconds)
+            for (reply, number), row in zip(answers, rows, strict=True):
+                reply.scores[number] = row[len(reply.ids) :]
         return replies
 
     async def _draw(self, reply: Reply, params: SamplingParams) -> None:
@@ -150,16 +154,9 @@ class Answerer:
             async for event in events:
                 reply.add(event)
 
-    async def _score_answers(self, replies: list[Reply], top: int, temperature: float) -> None:
-        """Score the answers to get each token's `top` alternatives and, equal up to rounding, its own log-prob."""
-        answers = [(reply, number) for reply in replies for number in reply.drawn]
-        sequences = [[*reply.ids, *reply.drawn[number]] for reply, number in answers]
-        for (reply, number), scores in zip(answers, await self.worker.score(sequences, top, temperature, self.seconds), strict=True):
-            reply.scores[number] = scores[len(reply.ids) :]
-
     def check(self, model: str) -> None:
         if model != self.name:
-            raise ApiError(404, "invalid_request_error", f"there is no model {model!r} here, only {self.name!r}", "model")
+            raise ApiError(f"there is no model {model!r} here, only {self.name!r}", "model", 404)
 
     def _check(self, body: Sampled, ids: list[int], longest: int) -> list[str]:
         """Return the request's stop texts. Raise ApiError if the request does not fit the model, or its stop texts are invalid."""
@@ -168,19 +165,19 @@ class Answerer:
         context, V = self.config.max_position_embeddings, self.config.vocab_size
         if self.worker.engine.room(len(ids), longest) < longest or (longest == 0 and len(ids) > context):
             message = f"{len(ids)} tokens of the prompt and {longest} of the answer exceed the model's context of {context}"
-            raise ApiError(400, "invalid_request_error", message, "max_tokens")
+            raise ApiError(message, "max_tokens")
         if not all(0 <= token < V for token in (*ids, *body.logit_bias)):
             field = "logit_bias" if all(0 <= token < V for token in ids) else "prompt"
-            raise ApiError(400, "invalid_request_error", f"token ids lie in 0 to {V - 1}", field)
+            raise ApiError(f"token ids lie in 0 to {V - 1}", field)
         texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if not all(texts):
-            raise ApiError(400, "invalid_request_error", "a stop text must not be empty", "stop")
+            raise ApiError("a stop text must not be empty", "stop")
         if len(texts) > STOP_TEXTS:
             raise _refusal("stop", f"{len(texts)} texts; a request may have {STOP_TEXTS}")
         return texts
 
     async def _params(self, body: Sampled, longest: int, texts: list[str]) -> SamplingParams:
-        """Return the sampling parameters of a request; the model's own settings fill its missing fields."""
+        """Return a request's sampling parameters; the model's own settings fill its missing fields. Raise ApiError for a wrong value."""
         seed = uuid.uuid4().int >> 96 if body.seed is None else body.seed
         options = {field: getattr(body, field) for field in self.SAMPLED if field in body.model_fields_set}
         mask = await self._mask(body.response_format)
@@ -190,31 +187,31 @@ class Answerer:
                 speculate=self.speculate if mask is None else 0,
             )  # fmt: skip
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error)) from error
+            raise ApiError(str(error)) from error
 
     @cached_property
     def _grammar(self) -> Grammar:
         return Grammar(self.tokenizer, self.config.vocab_size)
 
     async def _mask(self, format: ResponseFormat | None) -> Mask | None:
-        """Return the token mask of a response format. Raise ApiError if its schema is invalid, or is not compiled within the time limit."""
+        """Return a response format's token mask; None for plain text. Raise ApiError if its schema is invalid or slow to compile."""
         if format is None or format.type == "text":
             return None
         schema, loop = None if format.json_schema is None else format.json_schema.schema_, asyncio.get_running_loop()
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._compiler, lambda: self._grammar.schema(schema)), self.seconds)
         except TimeoutError:
-            raise ApiError(408, "timeout_error", f"the schema was not compiled in {self.seconds:g} seconds") from None
+            raise ApiError(f"the schema was not compiled in {self.seconds:g} seconds", status=408) from None
         except ValueError as error:
-            raise ApiError(400, "invalid_request_error", str(error), "response_format") from error
+            raise ApiError(str(error), "response_format") from error
 
 
 def _refusal(field: str, message: str) -> ApiError:
-    return ApiError(400, "invalid_request_error", f"{field}: {message}", field)
+    return ApiError(f"{field}: {message}", field)
 
 
 async def _lines(reply: Reply, first: Event, events: AsyncGenerator[Event, None], usage: bool) -> AsyncIterator[str]:
-    """Yield a reply, or its error, as server-sent events, ending with [DONE]. `usage`: report token counts in the event before [DONE]."""
+    """Yield a reply, or its error, as server-sent events; the last is [DONE]. `usage`: send token counts just before it."""
     try:
         yield reply.line(first)
         async for event in events:
@@ -243,24 +240,23 @@ def _tell_errors(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         field = None if first["type"] == "json_invalid" else ".".join(str(part) for part in first["loc"][1:]) or None
-        return _error_response(ApiError(400, "invalid_request_error", f"{field or 'body'}: {first['msg']}", field))
+        return _error_response(ApiError(f"{field or 'body'}: {first['msg']}", field))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(ApiError(error.status_code, "invalid_request_error", message), error.headers)
+        return _error_response(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code), error.headers)
 
     @app.exception_handler(RecursionError)
     async def on_deep_body(_: Request, error: Exception) -> Response:
-        return _error_response(ApiError(400, "invalid_request_error", "the body is nested too deeply"))
+        return _error_response(ApiError("the body is nested too deeply"))
 
     @app.exception_handler(Exception)
     async def on_failure(_: Request, error: Exception) -> Response:
-        return _error_response(ApiError(500, "server_error", f"the server failed: {type(error).__name__}"))
+        return _error_response(ApiError(f"the server failed: {type(error).__name__}", status=500))
 
 
 def application(engine: Engine, name: str, limits: Limits = Limits(), key: str | None = None, speculate: int = 0) -> FastAPI:
-    """Return the HTTP application for one model. `speculate`: see SamplingParams; unused for JSON. Raise ValueError without a tokenizer."""
+    """Return the HTTP application of one model. `speculate`: see SamplingParams; not for JSON. Raise ValueError without a tokenizer."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError("a server needs a model with its tokenizer")
@@ -275,9 +271,7 @@ def application(engine: Engine, name: str, limits: Limits = Limits(), key: str |
 
     app = FastAPI(title="Puna", lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
     _tell_errors(app)
-    app.add_middleware(
-        Bounded, limit=limits.body, refusal=lambda status, words: _error_response(ApiError(status, "invalid_request_error", words))
-    )
+    app.add_middleware(Bounded, limit=limits.body, refusal=lambda status, words: _error_response(ApiError(words, status=status)))
     _check_requests(app, worker, limits, key)
     _tell_state(app, worker)
 
@@ -312,9 +306,9 @@ def _check_requests(app: FastAPI, worker: Worker, limits: Limits, key: str | Non
             if key is not None and request.url.path.startswith("/v1/"):
                 scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
                 if scheme.lower() != "bearer" or not hmac.compare_digest(credentials.strip().encode(), key.encode()):
-                    raise ApiError(401, "authentication_error", "the key is missing or wrong: send Authorization: Bearer KEY")
+                    raise ApiError("the key is missing or wrong: send Authorization: Bearer KEY", status=401)
             if request.method == "POST" and worker.active >= limits.queue:
-                raise ApiError(429, "rate_limit_error", f"{worker.active} requests are active, the maximum: try again later")
+                raise ApiError(f"{worker.active} requests are active, the maximum: try again later", status=429)
         except ApiError as error:
             return _error_response(error)
         return await go_on(request)

@@ -16,27 +16,26 @@ from puna.models.generation.score import Score
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.stages.verifiers.tools import CALL
 
-CALL_TAG = "<tool_call>"  # the beginning of a call in an answer, see `CALL`
+ERRORS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
+"""HTTP status → type of the error in OpenAI's format; of other statuses: invalid_request_error."""
+CALL_TAG = "<tool_call>"  # the beginning of a tool call in an answer, see `CALL`
 
 
 class ApiError(Exception):
-    """An error with its HTTP status, and its body in OpenAI's format."""
+    """An error with an HTTP status and a body in OpenAI's format. `param`: the request's field that is wrong."""
 
-    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         message = message.encode("utf-8", "backslashreplace").decode()  # the message may repeat lone surrogates of the request
         super().__init__(message)
+        kind = ERRORS.get(status, "invalid_request_error")
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
 class StreamOptions(BaseModel, extra="forbid"):
-    """Options of a streamed answer."""
-
     include_usage: bool = False
 
 
 class JsonSchema(BaseModel, extra="forbid"):
-    """The JSON schema that an answer must follow."""
-
     name: str = Field("answer", description="Ignored")
     description: str | None = Field(None, description="Ignored")
     schema_: dict[str, Any] = Field(alias="schema")
@@ -44,8 +43,6 @@ class JsonSchema(BaseModel, extra="forbid"):
 
 
 class ResponseFormat(BaseModel, extra="forbid"):
-    """The format of an answer: text, any JSON object, or JSON that follows a schema."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -91,14 +88,10 @@ def _as_list(prompt: Any) -> Any:
 
 
 class CompletionRequest(Sampled):
-    """A request to continue texts, or to score them."""
-
     prompt: Annotated[list[Annotated[str | list[StrictInt], Field(min_length=1)]], Field(min_length=1), BeforeValidator(_as_list)]
     max_tokens: int = Field(16, ge=0, description="0: generate nothing, only echo the prompts")
     echo: bool = Field(False, description="Whether each answer repeats its prompt first")
-    logprobs: bool | int | None = Field(
-        None, ge=0, le=20, description="Number of likeliest tokens to report per position; 0 or true: only the tokens' own log-probs"
-    )
+    logprobs: bool | int | None = Field(None, ge=0, le=20, description="Alternatives to report per position; 0 or true: none")
 
     @property
     def alternatives(self) -> int | None:
@@ -107,15 +100,11 @@ class CompletionRequest(Sampled):
 
 
 class TextPart(BaseModel, extra="forbid"):
-    """A text part of a message's content."""
-
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel, extra="allow"):
-    """One turn of a conversation."""
-
     role: str
     content: str | list[TextPart] | None = None
 
@@ -138,7 +127,7 @@ class ChatRequest(Sampled):
     def alternatives(self) -> int | None:
         """Return the number of likeliest tokens per position; None without log-probs. Raise ApiError if only `top_logprobs` is set."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "invalid_request_error", "top_logprobs: it needs logprobs: true", "top_logprobs")
+            raise ApiError("top_logprobs: needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -181,7 +170,6 @@ class Reply:
             self.offsets = {i: Offsets(TextStream(tokenizer, context=ids), [*prompt.places], prompt.length) for i in texts}
 
     def add(self, event: Event) -> None:
-        """Add an event's token to its answer."""
         self.said[event.number] += self.texts[event.number].add(event.token, event.completion is not None)
         self.drawn[event.number].append(event.token)
         self.scores[event.number].append(Score(event.logprob, []))
@@ -191,7 +179,7 @@ class Reply:
             self.reasons[event.number] = "stop"
 
     def _ended(self, number: int) -> tuple[str, list[dict[str, Any]]]:
-        """Return an ended answer's text, and its calls in OpenAI's format if it ends by itself and calls only tools of the request."""
+        """Return an ended answer's text, and its tool calls in OpenAI's format: none if it was cut off or names an unknown tool."""
         if not self.tools:
             return self.said[number], []
         whole = self.said[number] + self.texts[number].rest
@@ -208,7 +196,7 @@ class Reply:
         return whole[: max(0, whole.find(CALL_TAG))] if rows else whole, rows
 
     def _scores(self, number: int, start: int = 0) -> dict[str, Any] | None:
-        """Return an answer's log-probs from token `start` on; with echo, the prompt's tokens come first. None if not requested."""
+        """Return an answer's log-probs from token `start` on; None if not requested. With echo, the prompt's tokens come first."""
         if self.scored is None:
             return None
         tokens, scores = self.drawn[number], self.scores[number]
@@ -259,7 +247,7 @@ class Reply:
         return choices
 
     def line(self, event: Event) -> str:
-        """Add an event's token to its answer, and return the text that is then final as a chunk of a stream, with calls at the end."""
+        """Add an event's token to its answer. Return a stream's chunk with the text that became final, at the end with the tool calls."""
         number, calls = event.number, list[dict[str, Any]]()
         delta: dict[str, Any] = {} if self.drawn[number] else {"role": "assistant"}
         self.add(event)
@@ -278,7 +266,6 @@ class Reply:
         return self._chunk(choices=[choice])
 
     def last(self) -> str:
-        """Return the token usage as the event before a stream's [DONE]."""
         return self._chunk(choices=[], usage=self.usage())
 
     def _chunk(self, **fields: Any) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP server's engine thread. Requests reach this thread through a queue; generated tokens go back to the event loop."""
+"""The engine thread of the HTTP server. Requests reach the thread through a queue; generated tokens go back to the event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Worker:
         self._thread.join()
 
     async def answer(self, ids: list[int], params: SamplingParams, seconds: float) -> AsyncGenerator[Event, None]:
-        """Submit a request and yield its events, one per token. Closing the generator cancels it. Raise ApiError on failure or timeout."""
+        """Submit a request; yield an event per token. Closing the generator cancels the request. Raise ApiError on failure or timeout."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         submitted: list[Asked] = []
@@ -49,8 +49,7 @@ class Worker:
                 submitted.append(self.engine.submit(ids, params))
                 self._tell[id(submitted[0])] = lambda event: loop.call_soon_threadsafe(events.put_nowait, event)
             except ValueError as error:
-                refused = ApiError(400, "invalid_request_error", str(error))
-                loop.call_soon_threadsafe(events.put_nowait, refused)
+                loop.call_soon_threadsafe(events.put_nowait, ApiError(str(error)))
 
         def end() -> None:
             if submitted and self._tell.pop(id(submitted[0]), None) is not None:
@@ -68,7 +67,7 @@ class Worker:
                 self.counts["generated_tokens"] += 1
                 yield event
         except TimeoutError:
-            raise ApiError(408, "timeout_error", f"the answer was not finished in {seconds:g} seconds") from None
+            raise ApiError(f"the answer was not finished in {seconds:g} seconds", status=408) from None
         finally:
             self.active -= 1
             self._orders.put(end)
@@ -89,7 +88,7 @@ class Worker:
         try:
             return await asyncio.wait_for(result, seconds)
         except TimeoutError:
-            raise ApiError(408, "timeout_error", f"the prompts were not scored in {seconds:g} seconds") from None
+            raise ApiError(f"the prompts were not scored in {seconds:g} seconds", status=408) from None
         finally:
             self.active -= 1
             self._orders.put(lambda: self._drop(scoring))
@@ -98,7 +97,7 @@ class Worker:
         self._scorings = deque(one for one in self._scorings if one[0] is not scoring)
 
     def _score(self) -> None:
-        """Compute one pass of the first scoring request in the queue; append the request again if it is unfinished."""
+        """Compute one pass of the first scoring request in the queue, and append the request again if it is unfinished."""
         scoring, tell = self._scorings.popleft()
         try:
             if scoring.step():
@@ -106,7 +105,7 @@ class Worker:
             else:
                 self._scorings.append((scoring, tell))
         except Exception as error:  # noqa: BLE001  ends only its own request
-            tell(ApiError(500, "server_error", f"the prompts could not be scored: {error}"))
+            tell(ApiError(f"the prompts could not be scored: {error}", status=500))
 
     def _run(self) -> None:
         while True:
@@ -127,11 +126,10 @@ class Worker:
                     tell(event)
             for request, failure in self.engine.take_failures():
                 if (tell := self._tell.pop(id(request), None)) is not None:
-                    status = (400, "invalid_request_error") if failure.asked else (500, "server_error")
-                    tell(ApiError(*status, str(failure)))
+                    tell(ApiError(str(failure), status=400 if failure.asked else 500))
 
     def _fail(self, error: Exception) -> None:
         for tell in self._tell.values():
-            tell(ApiError(500, "server_error", f"the engine failed: {error}"))
+            tell(ApiError(f"the engine failed: {error}", status=500))
         self._tell.clear()
         self.engine.clear()

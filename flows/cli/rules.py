@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections import Counter
@@ -17,7 +16,8 @@ import pyarrow as pa
 import typer
 from numpy.typing import NDArray
 
-from puna.flows.cli.inspect import print_rows
+from puna.flows.cli.inspect import ModuleOption, import_modules, print_rows
+from puna.flows.engine.console import json_text
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import fields, flow_named, load
 from puna.stages.contract import Value, execute
@@ -39,7 +39,7 @@ Mask = NDArray[np.bool_]
 
 
 class Page(NamedTuple):
-    """An annotated page. `truth`: the good part of the page's text. If `truth` is None, `good` says whether the whole text is good."""
+    """An annotated page. `truth`: the good part of the page's text; None: `good` says whether the whole text is good."""
 
     body: str
     html: bool
@@ -59,7 +59,7 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleRow:
-    """A rule and what it drops, by group of pages (`all`, `type=…`, `language=…`): applied `alone`, and as the `first` rule that fires."""
+    """The drops of a rule by group of pages (`all`, `type=…`, `language=…`): `alone`, and on pages where it is the `first` to fire."""
 
     rule: str
     condition: str
@@ -69,7 +69,7 @@ class RuleRow:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The rules of a recipe that drop text, in order. `whole`: group → tally of its pages; `unjudged`: rules whose signals are missing."""
+    """The drops of a recipe's rules, in order. `whole`: group → tally of all its pages; `unjudged`: rules whose signals are missing."""
 
     recipe: str
     rows: Sequence[RuleRow]
@@ -82,7 +82,7 @@ class Evidence:
 
 
 def read_annotated(path: Path) -> list[Page]:
-    """Return the pages of a file of rows (Parquet, JSON lines, CSV). Raise PunaError for a wrong row, or if there are none."""
+    """Return the annotated pages in a file (Parquet, JSON lines, CSV). Raise PunaError for a wrong row, or if there are no rows."""
     pages: list[Page] = []
     try:
         with path.open("rb") as handle:
@@ -126,7 +126,7 @@ class Annotations:
         self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
 
     def groups(self, languages: Sequence[str]) -> dict[str, Mask]:
-        """Return name → bool[page] for groups of pages: all, by type, and by language (annotated, else from `languages`, per document)."""
+        """Return name → bool[page] for groups of pages: all, by type, by language (that of `languages`, per document, if not annotated)."""
         result = {ALL: np.ones(len(self.pages), np.bool_)}
         labels = iter(languages)
         codes = [next(labels) if readable else "" for readable in self.readable]
@@ -136,7 +136,7 @@ class Annotations:
         return result
 
     def spread(self, mask: Mask) -> Mask:
-        """Return a mask of documents as a mask of pages, bool[page]."""
+        """Convert a mask of documents (bool[document]) to one of pages (bool[page]), False for pages without a document."""
         result = np.zeros(len(self.pages), np.bool_)
         result[self.readable] = mask
         return result
@@ -170,7 +170,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Apply each rule of a recipe's selections to the pages, alone and in order; skip rules on classifiers that the recipe trains."""
+    """Apply each rule of a recipe's selections to the pages, alone and after earlier rules; skip rules on classifiers that it trains."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)
@@ -204,7 +204,7 @@ def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Ev
 
 
 def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> tuple[pa.Table, dict[str, Artifact]]:
-    """Return a table of the documents' id, source and signals from the recipe's steps; and step → the artifact of its signals."""
+    """Return a table of the documents' id, source and signals, and the artifacts of the signals by the recipe's step."""
     artifacts: dict[str, Artifact] = {}
     signals = pages.documents.read(columns=["id", "source"])
     for name in ("language", "heuristics", "quality"):
@@ -222,7 +222,7 @@ def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> t
 
 
 def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig, list[str]]:
-    """Return the configuration without the groups of rules that need unavailable signals, and the names of the rules on such signals."""
+    """Return the configuration without groups of rules that need a signal outside `columns`, and the names of the rules left out."""
     lacking: list[str] = []
     if (apart := config.code_reasoning) is not None:
         scores = {"min_code": "code_score", "min_reasoning": "reasoning_score"}
@@ -236,7 +236,7 @@ def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig
 
 
 def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -> list[RuleRow]:
-    """Return the row of the line rules in a list; an empty list if they removed no line from the documents that the selection keeps."""
+    """Return one row for the rules on lines; an empty list if they removed no line from the documents that the selection keeps."""
     changed = set(selected.read("removed_lines", ["id"])["id"].to_pylist())
     good, bad = np.zeros_like(pages.good), np.zeros_like(pages.bad)
     for row in selected.read(columns=["id", "text"]).to_pylist():
@@ -249,7 +249,7 @@ def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -
 
 
 def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
-    """Return a row per rule: pages, shares of good and bad words, lost good words by group `by=…`. The last row totals all rules."""
+    """Return a row per rule (pages, shares of good and bad words, lost good words by group `by=…`), and a last row for all rules."""
     whole = result.whole
 
     def share(tally: Mapping[str, Tally], field: str, group: str = ALL) -> float:
@@ -279,6 +279,7 @@ def rules(
     recipe: Annotated[str, typer.Option("--recipe", help="Recipe whose rules are judged: a name or a YAML file")] = "clean",
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
     by: Annotated[str, typer.Option("--by", help="Groups of pages to show as columns: type or language")] = "type",
+    modules: ModuleOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: rows, summary, rules that could not be judged")] = False,
 ) -> None:
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
@@ -290,13 +291,14 @@ def rules(
     """
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")
+    import_modules(modules)
     pages = read_annotated(on)
     config = load(recipe, list(changes or ()), "curate").one("extract", extract, ExtractConfig)
     with tempfile.TemporaryDirectory() as folder:
         result = evidence(Annotations(pages, Store.open(folder), config), recipe, changes or ())
     rows = columns_of(result, by)
     if as_json:
-        return typer.echo(json.dumps({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
+        return typer.echo(json_text({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
     print_rows([{name: f"{value:.4f}" if isinstance(value, float) else value for name, value in row.items()} for row in rows], False)
     whole = result.whole[ALL]
     typer.echo(f"Judged on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")

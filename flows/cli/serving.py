@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from puna.flows.cli.inspect import ProjectOption, StoreOption
-from puna.flows.engine.defaults import DEFAULT_STORE, prepare
+from puna.flows.cli.inspect import ModuleOption, ProjectOption, StoreOption, import_modules
+from puna.flows.engine.console import json_text
+from puna.flows.engine.defaults import DEFAULT_STORE, MODULES, prepare
 from puna.flows.server.client import end_with, from_environment, named_server
+from puna.stages import plugins
 from puna.storage import PunaError, Store
 
 app = typer.Typer()
@@ -21,12 +24,19 @@ UrlsOption = Annotated[bool, typer.Option("--urls", help="Let forms name inputs 
 LimitOption = Annotated[int, typer.Option(min=1, help="Maximum number of parallel runs; a run uses every core")]
 
 
+def _add_modules(modules: list[str] | None) -> None:
+    """Import the modules of `--module`, and name them to the server's child processes (see `MODULES`)."""
+    if import_modules(modules):
+        os.environ[MODULES] = json.dumps([file or name for name, file in plugins.added_modules().items()])
+
+
 @app.command()
 def up(
     store: StoreOption = DEFAULT_STORE, host: HostOption = "127.0.0.1", port: PortOption = 4200, auth: AuthOption = "",
-    limit: LimitOption = 2, urls: UrlsOption = False,
+    limit: LimitOption = 2, urls: UrlsOption = False, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Start Prefect with its UI, all flows and stages, and Puna's own pages: one command, one address."""
+    """Start Prefect with its UI, the forms of all flows and stages, and Puna's own pages, at one address."""
+    _add_modules(modules)
     from puna.flows.web import serve as serving
 
     serving.up(store, host, port, limit, auth, urls)
@@ -35,9 +45,10 @@ def up(
 @app.command()
 def web(
     store: StoreOption = DEFAULT_STORE, host: HostOption = "127.0.0.1", port: PortOption = 4300, auth: AuthOption = "",
-    urls: UrlsOption = False,
+    urls: UrlsOption = False, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
     """Serve Puna's own pages without Prefect: runs, artifacts, documents, SQL queries."""
+    _add_modules(modules)
     opened = Store.existing(store)
     from puna.flows.web import serve as serving
 
@@ -48,13 +59,17 @@ def web(
 def serve(
     store: StoreOption = DEFAULT_STORE,
     cron: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[PROJECT/]NAME=CRON", help="Run a flow or stage on a schedule (UTC), for example align='0 3 * * *'"),
+        list[str] | None, typer.Option(metavar="[PROJECT/]NAME=CRON", help="Schedule of a flow or stage, in UTC: align='0 3 * * *'")
     ] = None,
     limit: LimitOption = 2,
+    modules: ModuleOption = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
 ) -> None:
-    """Publish every flow and stage on the Prefect server at PREFECT_API_URL, and start the runs that the server schedules."""
+    """Publish every flow and stage on the Prefect server at PREFECT_API_URL, and start the runs that the server schedules.
+
+    The schedules of `--cron` replace those that an earlier `puna serve` set on the server. Schedules set in Prefect's UI stay.
+    """
+    _add_modules(modules)
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")
     schedules: dict[str, str] = {}
@@ -96,4 +111,4 @@ def annotate(
     serving.judging(desk, host, port, auth)
     if desk.file.exists():
         result = desk.save()
-        typer.echo(f"{result.rows():,} preferences: {result.id} is {opened.full_name(ALIAS)}; {json.dumps(result.manifest.metrics)}")
+        typer.echo(f"{result.rows():,} preferences: {result.id} is {opened.full_name(ALIAS)}; {json_text(result.manifest.metrics)}")

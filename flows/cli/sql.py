@@ -11,14 +11,14 @@ from typing import Annotated
 
 import typer
 
-from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows
+from puna.flows.cli.inspect import JsonOption, ProjectOption, StoreOption, print_rows, replacing
 from puna.flows.engine.defaults import DEFAULT_STORE
 from puna.storage import PunaError, Store, catalog, database
 from puna.storage.schemas import TABLES
 from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST
 
 app = typer.Typer()
-LEAVING = (".exit", ".quit", "exit", "quit")
+LEAVING = (".exit", ".quit", "exit", "quit")  # lines that end the prompt
 HISTORY = 2000  # maximum number of lines in the history
 
 
@@ -33,6 +33,8 @@ def sql(
 ) -> None:
     """Query every artifact with DuckDB, read-only: one view per table, and artifacts, lineage, metrics, aliases, runs, steps."""
     opened = Store.existing(store, project)
+    if as_json and (file or output is not None):
+        raise PunaError("--json prints rows: leave it out with --output, whose file name gives the format, and with --file")
     if file:
         if text is not None or output is not None:
             raise PunaError("--file takes no query: it prints the path of the file for other clients")
@@ -57,16 +59,8 @@ def write_result(store: Store, text: str, output: Path) -> int:
     if not target.parent.is_dir():
         raise PunaError(f"--output {output}: there is no folder {target.parent}")
     catalog.format_of(output)
-    temporary = target.with_name(f".{os.getpid()}-{target.name}")
-    try:
-        with catalog.Catalog(store, temporary) as connection:
-            rows = connection.write(text, temporary)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise PunaError(f"--output {output}: cannot be written ({error})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return rows
+    with replacing(target, f"--output {output}", "name another file") as part, catalog.Catalog(store, part) as connection:
+        return connection.write(text, part)
 
 
 def _answer(opened: catalog.Catalog, text: str, as_json: bool) -> None:
@@ -149,7 +143,7 @@ def completions(opened: catalog.Catalog, word: str, line: str) -> list[str]:
 
 
 def _statements(interactive: bool) -> Iterator[str]:
-    """Yield statements until `.exit` or the end of input; a `;` at a line's end completes one. Ctrl-C at a prompt discards it."""
+    """Yield statements until `.exit` or the end of input. A `;` at a line's end completes a statement; Ctrl-C at the prompt discards it."""
     pending: list[str] = []
     while True:
         try:

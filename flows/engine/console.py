@@ -8,7 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from decimal import Decimal
 from types import TracebackType
 from typing import Any
 
@@ -22,10 +24,10 @@ from puna.stages.contract import Outcome
 from puna.storage import Artifact
 from puna.storage.explain import Change
 
-EVERY_SECONDS = 15.0
+EVERY_SECONDS = 15.0  # minimum seconds between two lines on a step's progress
 OURS = (" | Flow run ", " | Task run ")
 """Markers of Prefect's own log lines, which the Prefect server already has."""
-LAST_SECONDS = 1.0
+LAST_SECONDS = 1.0  # maximum seconds that the last lines of standard error are waited for
 BITS = {
     "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "n-grams + page's",
     "dictionary_bits_per_byte": "zstd, dictionary",
@@ -87,7 +89,7 @@ class Console:
         self.remove_bar(step)
         artifact = outcome.artifact
         if self.json:
-            print(json.dumps(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)
+            print(json_text(summary(artifact, step=step, reused=outcome.reused, seconds=round(outcome.seconds, 3))), flush=True)
         state = "[green]reused[/]" if outcome.reused else f"{outcome.seconds:5.1f} s"
         rows = f"{artifact.rows():>9,} rows" if artifact.kind in artifact.tables else ""
         dropped = f", {artifact.rows('dropped'):,} dropped" if "dropped" in artifact.tables else ""
@@ -97,7 +99,8 @@ class Console:
 def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
     """Print a run's closing tables (funnel, evaluations, control arms, reward models), and the number of its artifacts."""
     artifacts = [(step, outcome.artifact) for step, outcome in outcomes]
-    evaluations = [(step, _metric_rows(artifact)) for step, artifact in artifacts if artifact.kind == "evaluation"]
+    tables = [(step, artifact.read().to_pylist()) for step, artifact in artifacts if artifact.kind == "evaluation"]
+    evaluations = [(step, {(row["task"], row["metric"]): row for row in rows}) for step, rows in tables]
     rounds = arms.rounds((step, artifact) for step, artifact in artifacts if artifact.kind == "evaluation")
     compared = [table for arms_of_round in rounds for table in (_arms(arms_of_round), _claims(arms_of_round))]
     for table in (_funnel(artifacts), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(artifacts)):
@@ -108,19 +111,17 @@ def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outc
     console.say(f"{len(outcomes)} artifacts, {reused} reused, {seconds:.1f} s; run {run}")
 
 
-def _metric_rows(evaluation: Artifact) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["task"], row["metric"]): row for row in evaluation.read().to_pylist()}
-
-
-def _table(*columns: str) -> Table:
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]] = ()) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left", no_wrap=number > 0)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _funnel(artifacts: list[tuple[str, Artifact]]) -> Table:
-    table = _table("after", "documents", "dropped", "characters", "tokens")
+    table = _table(("after", "documents", "dropped", "characters", "tokens"))
     for step, artifact in artifacts:
         if artifact.kind in ("pages", "documents"):
             dropped = f"{artifact.rows('dropped'):,}" if "dropped" in artifact.tables else ""
@@ -137,13 +138,12 @@ def _count(artifact: Artifact, metric: str) -> str:
 
 def _compression(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
     """Return a table of bits per byte on held-out documents: of the model, of n-gram models and of zstd."""
-    table = _table("held-out pages", *BITS.values(), "documents")
+    lines = []
     for step, rows in evaluations:
         if bits := rows.get(("pages", "document_bits_per_byte")):
-            measurements = [rows.get(("pages", metric)) for metric in BITS]
-            values = (f"{row['value']:.3f}" if row else "" for row in measurements)
-            table.add_row(step.removeprefix("evaluate_"), *values, f"{bits['n']:,}")
-    return table
+            values = (f"{row['value']:.3f}" if row else "" for row in (rows.get(("pages", metric)) for metric in BITS))
+            lines.append((step.removeprefix("evaluate_"), *values, f"{bits['n']:,}"))
+    return _table(("held-out pages", *BITS.values(), "documents"), lines)
 
 
 def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]]]) -> Table:
@@ -151,7 +151,7 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
     results = [(step, rows) for step, rows in evaluations if not arms.CONTROL.fullmatch(step)]
     tests = [(step, rows) for step, rows in results if any(metric == "accuracy" for _, metric in rows)]
     tasks = {task for _, rows in tests for task, metric in rows if metric == "accuracy" and not task.startswith("choice/")}
-    table = _table("accuracy", *(step.removeprefix("evaluate_") for step, _ in tests))
+    table = _table(("accuracy", *(step.removeprefix("evaluate_") for step, _ in tests)))
     for task in sorted(tasks, key=lambda task: (task == "all", task)):
         values = [rows.get((task, "accuracy")) for _, rows in tests]
         table.add_row(task, *(f"{row['value']:.3f}" if row else "" for row in values))
@@ -163,27 +163,37 @@ def _accuracy(evaluations: list[tuple[str, dict[tuple[str, str], dict[str, Any]]
 
 
 def _arms(arms_of_round: arms.Arms) -> Table:
-    table = _table(f"round {arms_of_round.number} and its control arms", *(arms.METRICS[metric] for metric in arms_of_round.metrics))
-    for arm in arms_of_round.scores:
-        table.add_row(arms.NAMES.get(arm, arm), *(f"{arms_of_round.share(arm, metric).value:.3f}" for metric in arms_of_round.metrics))
-    return table
+    shares = {arm: [f"{arms_of_round.share(arm, metric).value:.3f}" for metric in arms_of_round.metrics] for arm in arms_of_round.scores}
+    columns = (f"round {arms_of_round.number} and its control arms", *(arms.METRICS[metric] for metric in arms_of_round.metrics))
+    return _table(columns, ((arms.NAMES.get(arm, arm), *values) for arm, values in shares.items()))
 
 
 def _claims(arms_of_round: arms.Arms) -> Table:
-    table = _table(f"in round {arms_of_round.number}", "of", "gain", "")
+    rows = []
     for claim in arms_of_round.claims():
         gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"
-        table.add_row(claim.name, arms.METRICS[claim.metric], gain, claim.verdict)
-    return table
+        rows.append((claim.name, arms.METRICS[claim.metric], gain, claim.verdict))
+    return _table((f"in round {arms_of_round.number}", "of", "gain", ""), rows)
 
 
 def _rewards(artifacts: list[tuple[str, Artifact]]) -> Table:
-    table = _table("reward model", "held-out accuracy", "pairs")
-    for step, artifact in artifacts:
-        metrics = artifact.manifest.metrics
-        if "heldout_accuracy" in metrics and artifact.kind == "model":
-            table.add_row(step, f"{metrics['heldout_accuracy']:.3f}", f"{metrics['heldout_pairs']:,}")
-    return table
+    models = [(step, artifact.manifest.metrics) for step, artifact in artifacts if artifact.kind == "model"]
+    rows = [(step, f"{m['heldout_accuracy']:.3f}", f"{m['heldout_pairs']:,}") for step, m in models if "heldout_accuracy" in m]
+    return _table(("reward model", "held-out accuracy", "pairs"), rows)
+
+
+def json_text(value: Any, *, ascii: bool = True) -> str:
+    """Return a value as JSON on one line; NaN and infinities, which JSON lacks, become null. `ascii`: escape all other characters."""
+    line = json.dumps(value, default=_json_value, ensure_ascii=ascii)
+    if "NaN" in line or "Infinity" in line:
+        line = json.dumps(json.loads(line, parse_constant=lambda _: None), ensure_ascii=ascii)
+    return line
+
+
+def _json_value(value: Any) -> str | int | float:
+    if isinstance(value, Decimal):  # DuckDB's sum of whole numbers, among others
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value.isoformat() if isinstance(value, datetime) else value.hex() if isinstance(value, bytes) else str(value)
 
 
 def summary(artifact: Artifact, **more: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.inputs import existing_sample, parse_inputs, reads_sample
 from puna.flows.engine.launch import Request, stage_config, stage_inputs, target_named
-from puna.flows.engine.plan import PlannedStep, plan_flow, plan_stage
+from puna.flows.engine.plan import Expected, PlannedStep, plan_flow, plan_stage
 from puna.flows.engine.recipe import Recipe
-from puna.flows.html.markup import duration, size
+from puna.flows.html.markup import size
 from puna.models.config import ModelConfig
 from puna.stages.contract import Stage, StageConfig, Value
 from puna.stages.conversations import prompt_ids
@@ -61,10 +61,8 @@ def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dic
 
 
 def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> list[dict[str, Any]]:
-    """Return the minimum cost of the stage `sample` for each of its models: KV cache memory and roofline time. Empty without prompts.
-
-    Each answer counts as `max_tokens` tokens. The time excludes kernel launches, sampling and communication. Bytes are per process.
-    """
+    """Return the minimum cost of the stage `sample` for each of its models: KV cache memory, roofline time; empty without prompts. Each
+    answer counts as `max_tokens` tokens. The time excludes kernel launches, drawing tokens and communication. Bytes are per process."""
     config: Any
     config, values, _ = _alone(stage, request, place)
     inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(values).items()}
@@ -130,14 +128,14 @@ class Total:
     def __str__(self) -> str:
         if not self.seconds and not self.unknown:
             return "nothing to do"
-        words = [f"about {duration(self.seconds)}, {size(self.bytes)} of disk, {size(self.memory)} of memory"] if self.seconds else []
+        words = [str(Expected(self.seconds, self.bytes, self.memory, 0))] if self.seconds else []
         more = f" and {len(self.unknown) - 4} more" if len(self.unknown) > 4 else ""
         words += [f"no earlier run to estimate {', '.join(self.unknown[:4])}{more} from"] if self.unknown else []
         return "; ".join(words)
 
 
 def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
-    """Return the costs of a planned pretraining run. If `choose_size` must first choose the size, return a note instead."""
+    """Return the costs of a planned pretraining run (see `costs`), or a note if `choose_size` must first choose the size."""
     from puna.models.formats.checkpoint import read_config
 
     begins = next(step.begins for step in steps if step.stage == "pretrain")
@@ -149,8 +147,8 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
 
 
 def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
-    """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size. Several `gpus` need a `gpu`.
-    Without `gpu`, the device is this CPU; if that would take years, as many `LARGE` GPUs as hold the state and end in `LONGEST`."""
+    """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size. Without `gpu`, plan for this
+    CPU or, if it would take years, for as many `LARGE` GPUs as hold the state and end in `LONGEST`. Raise PunaError for `gpus` alone."""
     from puna.models import accounting
 
     if gpus > 1 and gpu is None:

@@ -17,7 +17,7 @@ import inspect
 import re
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -32,11 +32,9 @@ Item = Artifact | External
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a step, or an input of a flow. `items`: its artifacts or files; empty while they do not exist, as in a trace.
-
-    `labels`: the steps (or inputs of the flow) that the output comes from. `left_out`: the step's field, if the recipe omits the step; the
-    output is then falsy. `source`: a new source name for the rows of an input; empty: the rows keep their source names.
-    """
+    """The output of a step, or an input of a flow. `items`: its artifacts or files; empty while they do not exist, as in a trace. `labels`:
+    the steps (or inputs of the flow) that it comes from. `left_out`: the step's field, if the recipe omits the step; the output is then
+    falsy. `source`: a new source name for the rows of an input; empty: the rows keep their source names."""
 
     kind: str
     labels: tuple[str, ...]
@@ -50,6 +48,15 @@ class Output:
 
 Given = Output | Sequence[Output] | None
 Files = Annotated[Output, Kind("external")]
+Model = Annotated[Output, Kind("model")]
+Documents = Annotated[Output, Kind("documents")]
+Sourced = Annotated[Output, Kind("documents", sources=True)]
+Prompts = Annotated[Output, Kind("prompts")]
+Instructions = Annotated[Output, Kind("instructions")]
+Preferences = Annotated[Output, Kind("preferences")]
+Signals = Annotated[Output, Kind("signals")]
+Classifier = Annotated[Output, Kind("classifier")]
+"""Annotations of a flow's inputs. With `Sourced`, the user may name the documents' source."""
 
 
 def first_sentence(doc: str) -> str:
@@ -68,7 +75,6 @@ class Flow:
     doc: str = field(default="", compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the flow as part of the flow that calls it, and return its result."""
         return self.function(*args, **kwargs)
 
     @property
@@ -220,14 +226,9 @@ class Walk(ABC):
         self._done: dict[str, tuple[dict[str, tuple[str, ...]], Output]] = {}
 
     def walk(self, flow: Flow, given: Mapping[str, Given]) -> Any:
-        with self.at_work():
-            return flow.function(**given)
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
         token = _WALK.set(self)
         try:
-            yield
+            return flow.function(**given)
         finally:
             _WALK.reset(token)
 

@@ -24,6 +24,8 @@ ADDRESSES, ALLOWED, REFUSED = "PUNA_FORM_ADDRESSES", "allowed", "refused"
 """The environment variable that says whether forms may name inputs by URL, and its values."""
 SERVED = "PUNA_SERVED_STORE"
 """The environment variable that names a server's store to its worker. Forms may always name this store."""
+MODULES = "PUNA_SERVED_MODULES"
+"""The environment variable that names a server's `--module` files and modules to its child processes, as a JSON list."""
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:

@@ -123,7 +123,6 @@ def reads_sample(what: Flow | Stage) -> bool:
 
 
 def existing_sample(store: Store) -> list[External]:
-    """Return the files of the sample that the store already has."""
     return [item for file in sorted(sample_folder(store.root).glob("*.warc.gz")) for item in External.resolve(str(file))]
 
 

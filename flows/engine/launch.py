@@ -65,8 +65,7 @@ class Request:
     @property
     def parameters(self) -> dict[str, Any]:
         fields = {"recipe": self.recipe, "changes": list(self.changes), "inputs": list(self.inputs), "executor": self.executor}
-        fields |= {"project": self.project} if self.project else {}
-        return {"command": self.command(), **fields}
+        return {"command": self.command(), **fields, **({"project": self.project} if self.project else {})}
 
     def session(self, name: str, store: Store, *, report: bool = False) -> AbstractContextManager[Session]:
         return session(
@@ -137,9 +136,7 @@ def run_stage(stage: Stage, request: Request, store: Store, config: StageConfig 
     config = config or stage_config(stage, request.recipe, list(request.changes))
     store = store.within(request.stage_project())
     parsed = parse_inputs(request.inputs, stage.inputs, store, stage.name)
-    items = parsed.items
-    if reads_sample(stage) and not items:
-        items += sample_pages(store, request.json)
+    items: Sequence[Item] = parsed.items or (sample_pages(store, request.json) if reads_sample(stage) else [])
     values = stage_inputs(stage, items, parsed.named)
     named_server()
     preflight.check_stage(stage, config, values, store, request.executor)

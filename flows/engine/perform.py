@@ -9,7 +9,7 @@ from contextvars import copy_context
 
 from puna.flows.engine.declare import Output, Walk, values
 from puna.flows.engine.recipe import Step
-from puna.flows.engine.session import current
+from puna.flows.engine.session import APART, current
 from puna.stages.contract import StageConfig
 from puna.storage import Artifact, Store, runs
 
@@ -30,9 +30,11 @@ class Performer(Walk):
         if slots < 2:
             return super().together(parts)
         pool = ThreadPoolExecutor(slots)
+        contexts = [copy_context() for _ in parts]
+        for context in contexts:
+            context.run(APART.set, True)
         try:
-            with current().apart():
-                futures = [pool.submit(copy_context().run, part) for part in parts]
+            futures = [pool.submit(context.run, part) for context, part in zip(contexts, parts, strict=True)]
             for one in wait(futures, return_when=FIRST_EXCEPTION).done:
                 one.result()
         except Exception:

@@ -13,7 +13,7 @@ from puna.flows.engine.declare import Flow, Item, Output, Walk, given_as, name_o
 from puna.flows.engine.inputs import existing_sample, given_items, parse_inputs
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import load_stages
-from puna.flows.html.markup import disk_size
+from puna.flows.html.markup import disk_size, duration, size
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import against, flat
@@ -54,6 +54,9 @@ class Expected:
     def size(self) -> Size:
         return Size(self.rows, self.bytes)
 
+    def __str__(self) -> str:
+        return f"about {duration(self.seconds)}, {size(self.bytes)} of disk, {size(self.memory)} of memory"
+
 
 class Experience:
     """Measurements of each stage's earlier runs in a store, and cost estimates from them."""
@@ -82,8 +85,8 @@ class Experience:
         before, _, gave = min(reversed(past), key=differing)
         parts = (now.rows, before.rows) if now.rows and before.rows else (now.bytes, before.bytes)
         ratio = parts[0] / parts[1] if parts[1] else 1.0
-        seconds, size, memory, rows = (min(gave[name] * ratio**power, LARGEST) for name, power in GROWTH.items())
-        return Expected(seconds, size, memory, round(rows))
+        seconds, stored, memory, rows = (min(gave[name] * ratio**power, LARGEST) for name, power in GROWTH.items())
+        return Expected(seconds, stored, memory, round(rows))
 
 
 def _near(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -92,16 +95,14 @@ def _near(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def together(sizes: Sequence[Size]) -> Size:
-    return Size(sum(size.rows for size in sizes), sum(size.bytes for size in sizes))
+    return Size(sum(one.rows for one in sizes), sum(one.bytes for one in sizes))
 
 
 @dataclass(frozen=True)
 class PlannedStep:
     """A step of a plan. `state`: reused (`why` is its artifact), runs (`why` lists changes), or after (`why` names steps to wait for).
-
     `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: for training, the artifact ids of
-    the inputs in `BEGINS`, by name; an id is empty if an earlier step has yet to make the artifact.
-    """
+    the inputs in `BEGINS`, by name; an id is empty if an earlier step has yet to make the artifact."""
 
     label: str
     stage: str

@@ -130,14 +130,12 @@ def _room(files: list[External], store: Store) -> list[str]:
     if free is None or needed <= free:
         return []
     names = ", ".join(name_of(item) for item in files[:3])
-    return [
-        f"store {store.uri}: has {free / 1e9:.1f} GB free, and the artifacts made from {names} need about {needed / 1e9:.1f} GB at least; "
-        "free some (`puna gc` removes unneeded artifacts), or choose another disk with --store"
-    ]
+    amounts = f"has {free / 1e9:.1f} GB free, and the artifacts made from {names} need about {needed / 1e9:.1f} GB at least"
+    return [f"store {store.uri}: {amounts}; free some (`puna gc` removes unneeded artifacts), or choose another disk with --store"]
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of as many random `pages` as can be read in `seconds`, and their share of all pages. `share`: that of `pages`."""
+    """Return rough texts of random `pages`, as many as are read in `seconds`, and their share of all pages (`share`: that of `pages`)."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):

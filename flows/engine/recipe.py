@@ -248,7 +248,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def project_change(project: str | None) -> list[str]:
-    """Return the recipe change that sets the project; empty without a project."""
     return [f"project={json.dumps(project)}"] if project else []
 
 

@@ -8,7 +8,6 @@ finished all follow from artifacts and aliases.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -48,11 +47,9 @@ class Round:
 
 @dataclass(frozen=True)
 class History:
-    """The lineage of a policy. `rounds`: oldest first, with refused rounds. `policy`: None without a store.
-
-    `roots`: the pretrained or imported models at the start of the lineage. `prompts`, `preferences` and `instructions`: the data used in
-    any round or before round 1. `demonstrations`: the instructions that no model wrote.
-    """
+    """The lineage of a policy. `rounds`: oldest first, with refused rounds. `policy`: None without a store. `roots`: the pretrained or
+    imported models at the start of the lineage. `prompts`, `preferences` and `instructions`: the data used in any round or before round 1.
+    `demonstrations`: the instructions that no model wrote."""
 
     policy: Artifact | None = None
     rounds: tuple[Round, ...] = ()
@@ -66,9 +63,6 @@ class History:
     def number(self) -> int:
         return len(self.rounds) + 1
 
-    def task_counts(self) -> Counter[str]:
-        return Counter(task for artifact in self.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
-
     @classmethod
     def of(cls, store: Store, model: Artifact) -> History:
         """Return the history of `policy@latest`, else of `model`. Raise PunaError if `policy@latest` does not descend from `model`."""
@@ -77,10 +71,8 @@ class History:
         rounds = lineage.rounds(policy)
         behind = lineage.ancestors([policy.key, *(one.gate.key for one in rounds)])
         if model.data_digest not in {lineage.digest[key] for key in (policy.key, *behind)}:
-            raise PunaError(
-                f"{POLICY} is {policy.id}, which does not descend from {model.id}: leave the input out to go on from {POLICY}, "
-                f"or start with that model in its own project, --project NAME"
-            )
+            remedy = f"leave the input out to go on from {POLICY}, or start with that model in its own project, --project NAME"
+            raise PunaError(f"{POLICY} is {policy.id}, which does not descend from {model.id}: {remedy}")
         kinds = lineage.sources_by_kind([policy.key, *behind])
         # Instructions that a model wrote are no demonstrations, which come from people or code.
         taught = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
@@ -96,9 +88,7 @@ class _Lineage:
         self.kind = {one["key"]: one["kind"] for one in entries}
         self.digest = {one["key"]: one["data_digest"] for one in entries}
         self._stage = {one["key"]: one["stage"] for one in entries}
-        self._inputs = {
-            one["key"]: [(source["name"], source["input"]) for source in one["inputs"] if source["input"] in self.kind] for one in entries
-        }
+        self._inputs = {one["key"]: [(i["name"], i["input"]) for i in one["inputs"] if i["input"] in self.kind] for one in entries}
 
     def artifacts(self, keys: Iterable[str]) -> tuple[Artifact, ...]:
         """Return the artifacts with these keys, one per content digest, sorted by digest."""
@@ -127,7 +117,7 @@ class _Lineage:
         return roots
 
     def sources_by_kind(self, behind: Iterable[str]) -> dict[str, tuple[Artifact, ...]]:
-        """Return kind → training data of artifacts `behind`: models' inputs, and prompts read by any kind but evaluation and prompts."""
+        """Return, by kind, the data from which the artifacts `behind` (keys) were made; prompts that were only evaluated do not count."""
         data: dict[str, set[str]] = {"prompts": set(), "preferences": set(), "instructions": set()}
         for key in behind:
             for _, up in self._inputs[key]:
@@ -146,9 +136,10 @@ class _Lineage:
             seen.add(digest)
             attempts = [(key, inputs) for key, inputs in gates if self.digest[inputs["policy"]] == digest]
             chain = [*(one for one in attempts if one not in chain), *chain]
-            passed_gates = [i for key, i in gates if self.digest[i["candidate"]] == digest and self._has_passed(approvals.get(key, key))]
-            if passed_gates:
-                digest = self.digest[passed_gates[-1]["policy"]]
+            made_by = [(inputs, self._of(approvals.get(key, key))) for key, inputs in gates if self.digest[inputs["candidate"]] == digest]
+            passed = [inputs for inputs, deciding in made_by if deciding.manifest.metrics.get("verdict") == "passed"]
+            if passed:
+                digest = self.digest[passed[-1]["policy"]]
         return [
             Round(number, self._of(key), self._of(inputs["policy"]), self._of(inputs["candidate"]), self._of(approvals.get(key, key)))
             for number, (key, inputs) in enumerate(chain, 1)
@@ -156,9 +147,6 @@ class _Lineage:
 
     def _of(self, key: str) -> Artifact:
         return Artifact(self.kind[key], key, self._store.files)
-
-    def _has_passed(self, key: str) -> bool:
-        return self._of(key).manifest.metrics.get("verdict") == "passed"
 
 
 def rounds_of(store: Store, policy: Artifact) -> list[Round]:
@@ -173,11 +161,9 @@ def unsettled_round(store: Store, rounds: Iterable[Round]) -> Round | None:
 
 
 def settle(store: Store, done: Round) -> str:
-    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing.
-
-    If the round passed, `policy@latest` and `policy@round-N` become its candidate; if the latter names another model, the message gives the
-    alias used instead. Raise PunaError if `policy@latest` has moved. A round that waits for a person gets an alias, so that `gc` keeps it.
-    """
+    """Carry out a round's verdict and return a sentence on the outcome. A second call changes nothing. If the round passed, `policy@latest`
+    and `policy@round-N` become its candidate; if the latter names another model, the sentence gives the alias used instead. A round that
+    waits for a person gets an alias, so that `gc` keeps it. Raise PunaError if `policy@latest` has moved."""
     message = str(done)
     if done.verdict == "passed":
         now = store.aliases().get(POLICY, "")

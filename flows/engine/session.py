@@ -20,7 +20,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from puna.flows.engine.console import Console, tee_stderr
@@ -66,15 +65,6 @@ class Session:
             return 1
         return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
 
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within the context, run each stage entirely in one worker, so that threads can run stages in parallel."""
-        token = _APART.set(True)
-        try:
-            yield
-        finally:
-            _APART.reset(token)
-
     def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
         """Run a stage or reuse its artifact, as a Prefect task if Prefect started the run. Report to terminal, run log and server."""
         inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
@@ -109,7 +99,7 @@ class Session:
 
         with self._lock:
             notice = self.reporter.start_step(step, stage.name, inputs, task)
-        how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": _APART.get()}
+        how: dict[str, Any] = {"executor": self.executor, "listener": self, "run": self.run, "apart": APART.get()}
         try:
             outcome = perform(stage, config, given, self.store, on_start=on_start, **how)
         except BaseException as error:
@@ -148,7 +138,8 @@ class Session:
         self.reporter.progress(stage, done, total, note)
 
 
-_APART: ContextVar[bool] = ContextVar("apart", default=False)
+APART: ContextVar[bool] = ContextVar("apart", default=False)
+"""True in a context whose stages each run entirely in one worker, so that threads can run stages in parallel."""
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
@@ -165,11 +156,9 @@ def session(
     store: Store, *, flow: str, workers: int | None = None, executor: str = PROCESSES, json: bool = False, title: str = "",
     parameters: Mapping[str, Any] | None = None, report: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
-    """Open a session. Workers start when first needed and stop at the end. `executor`: see `connect`.
-
-    `title`, `parameters`: the description of the run on a server and in the run's log. `report`: write the run's page after success. If
-    every artifact was reused, and an earlier run with the same artifacts has a page written by the current code, name that page instead.
-    """
+    """Open a session. Workers start when first needed and stop at the end. `executor`: see `connect`. `title`, `parameters`: describe the
+    run on a server and in the run's log. `report`: write the run's page after success or, if all artifacts were reused, name the page that
+    the current code wrote for an earlier run with the same artifacts."""
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{flow}-{uuid.uuid4().hex[:6]}"
     # In a process that Prefect started, the flow run exists already, and Prefect reports its end.
     flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
@@ -230,11 +219,11 @@ def _compile_mark(stage: Stage) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Within the context, make SIGTERM stop the run like Ctrl-C (main thread, no handler yet). Training first finishes its step."""
+    """Within the context, let SIGTERM stop the run as Ctrl-C does, unless it has a handler. A training step in progress ends first."""
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
@@ -243,12 +232,8 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def _tell_saved(session: Session, in_server: bool) -> None:
-    """Print the saved work of stopped steps, and the command that continues the run."""
+    """Report the saved work of stopped steps, and how to continue the run, on the terminal and to the server."""
     program, *words = sys.argv
     again = "Go on: start the same run again" if in_server else "Go on with the same call"
     if Path(program).name in ("puna", "main.py"):
@@ -271,7 +256,6 @@ def _report(session: Session) -> str:
 
 
 def _write_page(address: str, run: str) -> str:
-    """Write a run's page in a worker; return its name in the store."""
     write(Store.open(address), run, None)
     return place(run)
 
@@ -323,8 +307,6 @@ def saved_work(store: Store, key: str) -> str:
 def _trainings(scratch: Path) -> list[str]:
     """Describe the progress of each training run with a saved state in the scratch folder."""
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
-    if not folders:
-        return []
     phrases = []
     for folder in folders:
         if record := load_record(folder):

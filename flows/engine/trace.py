@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +13,7 @@ from typing import Any
 
 import puna.stages
 from puna.flows.engine.declare import FLOWS, Flow, Given, Output, Walk, first_sentence
+from puna.flows.engine.defaults import MODULES
 from puna.flows.engine.recipe import BASE, General, Recipe, Setting, Step, read_values, with_file
 from puna.stages import plugins
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse
@@ -91,6 +94,12 @@ class Tracer(Walk):
     def wrong(self, message: str) -> None:
         if message not in self.trace.complaints:
             self.trace.complaints.append(message)
+
+
+def add_served_modules() -> None:
+    """Import the modules that the server which started this process was given with `--module`."""
+    for text in json.loads(os.environ.get(MODULES, "[]")):
+        plugins.add(text)
 
 
 def load_stages() -> dict[str, Stage]:
@@ -220,10 +229,7 @@ def schema(flow: Flow) -> dict[str, Any]:
         definitions[kind] = own
         one = {"$ref": f"#/$defs/{kind}"}
         several = {"type": "array", "items": one, "title": "repeated"}
-        properties[name] = {
-            "anyOf": [one, several, {"type": "null", "title": "left out"}],
-            "description": first_sentence(step.stage.doc),
-            "title": name,
-        }
+        about = {"description": first_sentence(step.stage.doc), "title": name}
+        properties[name] = {"anyOf": [one, several, {"type": "null", "title": "left out"}], **about}
     whole = {"type": "object", "title": f"recipe of {flow.name}", "properties": properties, "additionalProperties": False}
     return {**whole, "$defs": definitions}

@@ -163,6 +163,15 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def cell_text(value: object) -> str:
+    """Return a table's value as text: floats with six digits, bytes as their number; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
+
+
 def excerpt(value: str, characters: int = 420) -> str:
     """Return the beginning of a text, without runs of blank lines."""
     whole = value.strip()
@@ -178,6 +187,10 @@ def counted_rows(artifact: Artifact, table: str = "") -> str:
 
 def disk_size(artifact: Artifact) -> int:
     return sum(record.bytes for record in artifact.manifest.files.values())
+
+
+def stored(artifact: Artifact) -> str:
+    return size(disk_size(artifact))
 
 
 def made_at(artifact: Artifact) -> str:

@@ -23,7 +23,8 @@ LETTER = 6.6  # mean width of a letter at the plots' font size, in units of the 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot's data. `series`: points by name; `lines`: named levels; `intervals`: (x, low, high) by series; `faint`: background series."""
+    """The data of a plot. `series`: name → points (x, y); `kind`: line, bar or scatter; `lines`: name → level of a horizontal line;
+    `intervals`: series → (x, low, high); `faint`: names of series in the background."""
 
     title: str
     x: str
@@ -158,7 +159,7 @@ def _ends(plot: Plot, x: Axis, y: Axis) -> Html:
 
 
 def _shift(plot: Plot, index: int, x: Axis) -> float:
-    """Return the horizontal offset of a series, so that intervals of several series at one name on the x axis do not overlap."""
+    """Return a series' horizontal offset, which keeps the intervals of several series at one name on the x axis apart."""
     return 9.0 * (index - (len(plot.series) - 1) / 2) if x.names and plot.intervals else 0.0
 
 
@@ -225,7 +226,7 @@ def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
 
 
 def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]], curve: bool) -> list[Html]:
-    """Return points with tooltips: all visible if there are few, else the last point and hover targets at intervals."""
+    """Return circles with tooltips: visible at every point if there are few, else only at the last, and invisible at some others."""
     few = not curve or len(placed) <= 16
     every = 1 if few else max(1, len(placed) // MARKED_POINTS)
     spans = {at: (low, high) for at, low, high in plot.intervals.get(name, ())}

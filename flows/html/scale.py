@@ -20,10 +20,8 @@ Point = tuple[float | str, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """A mapping of values to the span from `start` to `stop` (units of the view box).
-
-    `names`: an axis of words instead of numbers. `whole`: only whole numbers get ticks.
-    """
+    """A mapping of values to the span from `start` to `stop` (units of the view box). `names`: words that replace numbers as values.
+    `whole`: only whole numbers get ticks."""
 
     low: float
     high: float

@@ -27,7 +27,7 @@ SCHEDULE = "puna-serve"  # the slug of the schedule that `--cron` sets
 
 
 class DeploymentSync:
-    """A synchronization of a server's deployments with a store. `ids`: title → deployment id. `linked`: the server has Puna's pages."""
+    """The synchronization of a server's deployments with a store. `ids`: form's title → deployment's id. `linked`: `puna up` serves it."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}
@@ -46,10 +46,9 @@ class DeploymentSync:
         self._lost: dict[str, int] = {}
 
     def publish(self, crons: Mapping[str, str], served: Callable[[str, UUID], object]) -> None:
-        """Create or update all deployments, and end runs whose process died. `crons`: cron expressions by `[PROJECT/]NAME`.
-
-        `served` is called with each deployment's title and id as soon as the server has the deployment. Schedules that users set are kept.
-        """
+        """Create or update all deployments, and end runs whose process died. `crons`: cron expressions by `[PROJECT/]NAME`, which replace
+        those of an earlier `puna serve`; schedules that users set are kept. `served` is called with each deployment's title and id as soon
+        as the server has the deployment."""
         self._settle(starting=True)
         there = self._all("deployments", {"deployments": {"tags": {"all_": [TAG]}}})
         choices = Choices(self._store, everywhere=True)
@@ -66,9 +65,9 @@ class DeploymentSync:
             self.ids[offer.title] = UUID(existing["id"])
             self._versions[offer.title] = str(existing["version"])
             self._bring(offer, choices)
-            for name, cron in crons.items():
-                if name.rpartition("/")[2] == offer.flow:
-                    self._schedule(existing, cron, name.rpartition("/")[0])
+            own = {name.rpartition("/")[0]: cron for name, cron in crons.items() if name.rpartition("/")[2] == offer.flow}
+            if own or not self._linked:
+                self._schedule(existing, own)
             served(offer.title, self.ids[offer.title])
 
     def refresh(self) -> None:
@@ -128,21 +127,20 @@ class DeploymentSync:
             self._server.insist("PATCH", f"/deployments/{self.ids[offer.title]}", content)
             self._versions[offer.title] = content["version"]
 
-    def _schedule(self, deployment: dict[str, Any], cron: str, project: str) -> None:
-        """Replace the schedule that `--cron` set on the deployment for a project; keep the schedules that users set."""
-        slug = f"{SCHEDULE}-{project}" if project else SCHEDULE
+    def _schedule(self, deployment: dict[str, Any], crons: Mapping[str, str]) -> None:
+        """Replace all schedules that `--cron` has set on a deployment. `crons`: cron expressions by project (empty: no project)."""
+        path = f"/deployments/{deployment['id']}/schedules"
         for one in deployment["schedules"]:
-            if one.get("slug") == slug:
-                self._server.insist("DELETE", f"/deployments/{deployment['id']}/schedules/{one['id']}")
-        schedule: dict[str, Any] = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True, "slug": slug}
-        schedule |= {"parameters": {"project": project}} if project else {}
-        self._server.insist("POST", f"/deployments/{deployment['id']}/schedules", [schedule])
+            if one.get("slug") == SCHEDULE or str(one.get("slug")).startswith(f"{SCHEDULE}-"):
+                self._server.insist("DELETE", f"{path}/{one['id']}")
+        for project, cron in crons.items():
+            schedule: dict[str, Any] = {"schedule": {"cron": cron, "timezone": "UTC"}, "active": True}
+            own = {"slug": f"{SCHEDULE}-{project}", "parameters": {"project": project}} if project else {"slug": SCHEDULE}
+            self._server.insist("POST", path, [schedule | own])
 
     def _settle(self, *, starting: bool = False) -> None:
-        """Set the final state of Prefect runs and task runs whose process ended before it could report the state.
-
-        Only the second check in a row ends a run, since its process may still report. `starting`: reschedule pending runs, if `linked`.
-        """
+        """Set the final state of Prefect runs and task runs whose process ended without reporting it, at the second check in a row: after
+        the first, the process may still report. `starting`: if `linked`, also schedule pending runs again."""
         lost: dict[str, int] = {}
         for run in self._all("flow_runs", {"flow_runs": {"state": {"type": {"any_": UNFINISHED}}}}):
             name = (run.get("labels") or {}).get("puna.run")

@@ -36,6 +36,7 @@ from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, SERVED
 from puna.flows.engine.inputs import check_address, reads_sample
 from puna.flows.engine.launch import Request, changes_of, run_flow, run_stage
 from puna.flows.engine.recipe import as_yaml
+from puna.flows.engine.trace import add_served_modules
 from puna.flows.prefect import task  # noqa: F401 - importing it makes sessions run steps as tasks
 from puna.flows.prefect.deployment_sync import STOPPED, DeploymentSync
 from puna.flows.prefect.forms import Offer, offers, reference_in
@@ -153,6 +154,7 @@ def _description(annotation: Any) -> str:
     return description or first_sentence(inspect.getdoc(annotation) or "")
 
 
+add_served_modules()
 OFFERS = {offer.flow: offer for offer in offers()}
 
 
@@ -179,10 +181,8 @@ def _hide_tracebacks() -> None:
 
 def serve_all(store: Store, server: Server, schedules: dict[str, str], limit: int, *, supervised: bool = False) -> None:
     """Publish every flow and stage on the Prefect server, with `store` as the default store; start the runs that the server schedules.
-
-    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC; raise PunaError for an unknown NAME. `limit`: maximum number of parallel
-    runs. `supervised`: started by `puna up`.
-    """
+    `schedules`: cron expressions by `[PROJECT/]NAME`, in UTC. `limit`: maximum number of parallel runs. `supervised`: `puna up` started
+    this process. Raise PunaError for an unknown NAME or a wrong cron expression."""
     for name in schedules:
         if "/" in name:
             checked_project(name.partition("/")[0])

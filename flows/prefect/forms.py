@@ -27,7 +27,7 @@ JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes
 
 @dataclass(frozen=True)
 class Offer:
-    """A flow or a stage with a form on the Prefect server. `flow`: the flow's name there; `title`: the form's title; `group`: its tag."""
+    """A flow or stage with a form. `flow`: its name as a Prefect flow; `title`: the form's title; `group`: "flow" or the stage's folder."""
 
     flow: str
     title: str
@@ -83,23 +83,22 @@ def description(offer: Offer, *, linked: bool) -> str:
     inputs = ", ".join(f"`{spec.name}` ({input_kind(spec)}{', optional' if spec.optional else ''})" for spec in what.inputs) or "nothing"
     lines = [what.doc, f"Takes {inputs}." if isinstance(what, Flow) else f"Takes {inputs}; gives {what.kind}."]
     if linked and isinstance(what, Stage):
-        links = [
-            f"[{recipe}{'' if step == what.name else ': ' + step}](/puna/form/{offer.flow}?recipe={recipe}&step={step})"
-            for recipe, step in settings_of(what)
-        ]
+        address = f"/puna/form/{offer.flow}?recipe="
+        links = [f"[{title}]({address}{recipe}&step={step})" for title, recipe, step in settings_of(what)]
         if links:
             lines.append(f"The form with the values of a recipe: {', '.join(links)}.")
     return "\n\n".join(lines)
 
 
-def settings_of(stage: Stage) -> list[tuple[str, str]]:
-    """Return (recipe, step) for each group of values that a shipped recipe has for the stage."""
+def settings_of(stage: Stage) -> list[tuple[str, str, str]]:
+    """Return (title, recipe, step) for each group of values that a shipped recipe has for the stage."""
     steps = dict.fromkeys(field for flow in load_flows().values() for field, step in fields(flow).items() if step.stage == stage)
-    return [(recipe, step) for recipe in shipped_recipes() for step in steps if isinstance(_recipe(recipe).get(step), dict)]
+    pairs = [(recipe, step) for recipe in shipped_recipes() for step in steps if isinstance(_recipe(recipe).get(step), dict)]
+    return [(recipe if step == stage.name else f"{recipe}: {step}", recipe, step) for recipe, step in pairs]
 
 
 def set_by_recipes(stage: Stage) -> set[str]:
-    return {field for recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
+    return {field for _, recipe, step in settings_of(stage) for field in _recipe(recipe)[step]}
 
 
 @cache
@@ -109,10 +108,8 @@ def _recipe(name: str) -> dict[str, Any]:
 
 
 class Choices:
-    """The artifacts that a form offers for each kind: the store's aliases, then its last `MOST_CHOICES` artifacts, newest first.
-
-    `everywhere`: if the store has several projects, aliases are named with their project.
-    """
+    """The artifacts that a form offers, by kind: the store's aliases, then its newest `MOST_CHOICES` artifacts, the newest first.
+    `everywhere`: name aliases with their project if the store has several projects."""
 
     def __init__(self, store: Store, *, everywhere: bool = False) -> None:
         by_kind: dict[str, list[str]] = {}

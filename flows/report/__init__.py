@@ -19,11 +19,9 @@ HEAD_BYTES = 1024  # bytes at the start of a page that contain the digest of the
 
 
 def write(store: Store, run: str, output: Path | None, compare: str | None = None) -> Path:
-    """Write the page about `run` ("latest": the newest), or its comparison with the run `compare`, and return its path.
-
-    The page is self-contained. By default it is runs/<run>.html or runs/<compare>-<run>.html in the store, and the path of a local copy is
-    returned. Unfinished runs have a page, too. Raise PunaError if there is no such run, an artifact is unreadable, or writing fails.
-    """
+    """Write the page about `run` ("latest": the newest), or its comparison with the run `compare`. Return the page's path or, for the
+    default place (runs/RUN.html or runs/COMPARE-RUN.html in the store), the path of a local copy. Unfinished runs have a page, too. Raise
+    PunaError if there is no such run, an artifact cannot be read, or writing fails."""
     about = Run.open(store, run)
     other = None if compare is None else Run.open(store, compare)
     name = about.log.name

@@ -42,10 +42,8 @@ def model_label(step: str) -> str:
 
 
 def models_by_step(store: Store) -> dict[str, str]:
-    """Return evaluation key → label of its model: "Round 1", or for an arm, "gold answers only (round 1)".
-
-    If several runs name an evaluation, the newest run counts.
-    """
+    """Return evaluation key → label of the evaluated model: "Round 1"; for a control arm, "gold answers only (round 1)".
+    If several runs name an evaluation, the newest run counts."""
     models: dict[str, str] = {}
     for name in store.runs():
         for event in store.events(name):
@@ -83,7 +81,7 @@ def gates_view(run: Run) -> Html | None:
          f"{number(s.metrics['gain_low'], 3)} to {number(s.metrics['gain_high'], 3)}", s.metrics["reason"]]
         for s in run.steps if s.stage == "gate"
     ]  # fmt: skip
-    head: list[Content] = ["round", "verdict", "compared", "gain", "95 % interval", "why"]
+    head = ("round", "verdict", "compared", "gain", "95 % interval", "why")
     return part("Gates of the rounds", table(head, rows, numeric=[3])) if rows else None
 
 
@@ -148,7 +146,7 @@ def _cell(m: Measured | None) -> Content:
 
 
 def arms_view(run: Run) -> Html:
-    """Show per round: each arm's metrics with intervals, the round's gain, the ratio of budgets; then the gains claimed over controls."""
+    """Show, for each round, its arms' metrics, the round's gain over each arm and their ratio of budgets; then the claims (`CLAIMS`)."""
     parts = []
     for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "gain of the round")]
@@ -161,9 +159,8 @@ def arms_view(run: Run) -> Html:
         shares = table(["arm", *titles, "budget"], rows, numeric=range(1, len(titles) + 2))
         parts.append(part(f"Round {one.number} and its control arms", shares, beside, _budgets(one)))
     note = (
-        "A budget of 1 or more: the control used at least as many checker calls, labels, sampled tokens, updates and trained answers as "
-        "the round. A part earns only its gain over a control. Gains are differences on the same held-out prompts, with 95 % intervals: "
-        "if an interval contains 0, the part has earned nothing."
+        "With a budget of 1 or more, an arm used at least as many checker calls, labels, sampled tokens, updates and trained answers as "
+        "the round. Gains are differences on the same held-out prompts, with 95 % intervals; an interval that contains 0 shows no gain."
     )
     return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
 
@@ -175,13 +172,12 @@ def _share_and_gain(one: arms.Arms, arm: str, metric: str) -> tuple[Content, Con
 
 
 def _ratio(one: arms.Arms, arm: str) -> str:
-    """Return the ratio of an arm's budget to the round's as text, see `Budget.ratio`; empty if either is unknown or the round's is 0."""
+    """Return an arm's budget divided by the round's (`Budget.ratio`) as text; empty if either is unknown or the round used nothing."""
     ratio = one.ratio(arm, "round")
     return "" if ratio is None or math.isinf(ratio) else f"{math.floor(ratio * 100) / 100:.2f}"
 
 
 def _budgets(one: arms.Arms) -> Html:
-    """Show the resources that each arm used beyond the round's starting point, which all arms share."""
     costs = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "trained_tokens", "cpu_seconds")
     rows: list[list[Content]] = [
         [arms.NAMES.get(arm, arm), *(f"{getattr(budget, name):,.0f}" for name in costs)] for arm, budget in one.budgets.items() if budget
@@ -219,7 +215,7 @@ def _rewards(run: Run, answers: Step) -> dict[str, float]:
 
 
 def _answers_plot(run: Run, column: str, title: str) -> Plot:
-    """Return a plot of the mean of a column of the answers, with its interval, per step and model; `_rewards` fills a missing `score`."""
+    """Return a plot of the mean of a column of the answers, with its interval, by step and model; see `_rewards` for missing scores."""
     points: dict[str, list[tuple[float | str, float]]] = defaultdict(list)
     spans: dict[str, list[tuple[float | str, float, float]]] = defaultdict(list)
     for step in run.kind("answers"):
@@ -280,11 +276,16 @@ def _answer(title: str, row: Mapping[str, Any] | None) -> Html:
     if row is None:
         return tag("div", tag("h4", title), tag("p", "not asked", class_="note"))
     score = row["about"].get("score")
-    judged: Content = None
-    if isinstance(score, (int, float)):
-        word, style = ("right", "tag right") if score >= 1 else ("wrong", "tag wrong") if score <= 0.01 else (f"score {score:.2f}", "tag")
-        judged = tag("span", word, class_=style)
+    judged = verdict(score if isinstance(score, (int, float)) else None)
     return tag("div", tag("h4", title, " ", judged), tag("blockquote", excerpt(str(row["text"]), 500) or "(empty)", dir="auto"))
+
+
+def verdict(score: float | None, title: str = "") -> Html | None:
+    """Return a label for an answer's score (right, wrong, or the score in between), after `title`; None without a score."""
+    if score is None:
+        return None
+    kind, words = ("right", "right") if score >= 1 else ("wrong", "wrong") if score <= 0.01 else ("", f"score {number(score, 3)}")
+    return tag("span", f"{title} {words}".strip(), class_=f"tag {kind}".strip())
 
 
 def _continuation(row: Mapping[str, Any]) -> Html:

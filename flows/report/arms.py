@@ -43,13 +43,13 @@ CLAIMS = {
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }
-"""Claim → an arm and its controls. The gain is over the strongest control with at least the arm's budget, else over the strongest."""
+"""Claim → arm, and the controls to compare the arm with: the strongest with at least the arm's budget or, without any, the strongest."""
 POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """An arm's resources beyond the round's start, summed over the ancestors of its evaluation. `labels`: number of preferences."""
+    """The resources used for an arm since the round began, summed over the ancestors of its evaluation. `labels`: number of preferences."""
 
     checker_calls: float = 0.0
     labels: float = 0.0
@@ -64,15 +64,12 @@ class Budget:
         return self.trained_answers / self.updates if self.updates else 0.0
 
     def ratio(self, other: Budget) -> float:
-        """Return the smallest ratio, over the resources in `LAW`, of this budget to another; infinite if the other used none of them.
-
-        Trained tokens and CPU seconds are reported but not compared, since they depend on the layout of answers and on the machine.
-        """
+        """Return the smallest ratio, over the resources in `LAW`, of this budget to another; infinite if the other used none of them."""
         return min((getattr(self, name) / bound for name in LAW if (bound := getattr(other, name))), default=math.inf)
 
 
 LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers")
-"""Resources whose amounts must be at least as large in a control as in the arm."""
+"""Resources that are compared. Trained tokens and CPU seconds are not: they depend on the layout of answers and on the machine."""
 
 
 def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
@@ -117,10 +114,8 @@ def _resources(artifact: Artifact) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Claim:
-    """A gain: the arm's mean minus the strongest control's on the same prompts, with its 95 % interval.
-
-    `budget_ratio`: the ratio of the control's budget to the arm's, see `Budget.ratio`; None if either is unknown.
-    """
+    """A gain: an arm's mean minus its strongest control's on the same prompts, with a 95 % interval. `budget_ratio`: the control's budget
+    divided by the arm's (`Budget.ratio`); None if either is unknown."""
 
     name: str
     control: str
@@ -130,7 +125,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict as text. A gain needs an interval above 0; it is earned if the control's budget is at least the arm's."""
+        """Return the verdict as text. The interval of a gain is above 0; the gain is earned if the control's budget was no smaller."""
         if self.gain.low <= 0:
             return "cost" if self.gain.high < 0 else "earned nothing"
         return "earned" if (self.budget_ratio or 0) >= 1 else "more, for a larger budget" if self.budget_ratio else "more, budgets unknown"

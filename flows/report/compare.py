@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from puna.flows.html.markup import Content, Html, details, disk_size, number, section, size, table, tag
+from puna.flows.html.markup import Content, Html, details, number, section, stored, table, tag
 from puna.flows.report.run import Run, Step
 from puna.storage import Artifact
 from puna.storage.explain import changes
@@ -49,14 +49,10 @@ def figures_view(rows: list[tuple[Step | None, Step | None]]) -> Html | None:
             continue
         theirs = other.metrics
         for name, value in one.metrics.items():
-            if name in theirs and theirs[name] != value and all(_counts(v) for v in (value, theirs[name])):
+            if name in theirs and theirs[name] != value and not {str, bool} & {type(value), type(theirs[name])}:
                 cells: list[Content] = [number(value), number(theirs[name]), f"{theirs[name] - value:+.4g}"]
                 differences.append([one.label, name.replace("_", " "), *cells])
     return table(["step", "metric", "first", "second", "difference"], differences, numeric=(2, 3, 4)) if differences else None
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _comparison_row(one: Step | None, other: Step | None, link: Link) -> list[Content]:
@@ -77,7 +73,7 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
     if step is None:
         return "–"
     artifact = step.artifact
-    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else size(disk_size(artifact))
+    rows = f"{artifact.rows():,} rows" if artifact.kind in artifact.tables else stored(artifact)
     theirs = {} if other is None else other.metrics
     metrics = [
         [name.replace("_", " "), " ", tag("b", value if isinstance(value, str) else number(value)), Html("<br>")]
@@ -88,15 +84,11 @@ def _output_text(step: Step | None, other: Step | None, link: Link) -> Content:
 
 
 def again_view(run: Run) -> Html:
-    """Return a description list on how to repeat a run: command, recipe, data, program. Facts that the log lacks are shown as unknown."""
+    """Return a list of the facts needed to repeat a run: command, recipe, data, program. Facts that the log lacks are shown as unknown."""
     about = run.log.about
-    terms: list[tuple[str, Content]] = [
-        ("Command", tag("code", about["command"]) if about.get("command") else "not recorded"),
-        ("Recipe", _recipe(about)),
-        ("Data", _data(run)),
-        ("Program", _program(run)),
-    ]
-    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in terms], class_="again")
+    command: Content = tag("code", about["command"]) if about.get("command") else "not recorded"
+    terms = {"Command": command, "Recipe": _recipe(about), "Data": _data(run), "Program": _program(run)}
+    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in terms.items()], class_="again")
 
 
 def _recipe(about: dict[str, Any]) -> Content:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -59,13 +58,13 @@ def shares_view(run: Run, column: str, title: str) -> Html:
 
 
 def _add(counts: Counter[Any], rows: pa.Table, group: str, how: str, value: str = "") -> None:
-    """Add to `counts` each group's number of rows (`how` = "count") or sum of `value` (`how` = "sum")."""
+    """Add to `counts` the number of rows in each group (`how`: "count"), or the sum of the column `value` (`how`: "sum")."""
     sums = rows.group_by(group).aggregate([(value or group, how, pc.CountOptions(mode="all") if how == "count" else None)])
     counts.update(dict(zip(sums[group].to_pylist(), sums[f"{value or group}_{how}"].to_pylist(), strict=True)))
 
 
 def mixture_view(run: Run) -> Html:
-    """Show each knowledge type's natural share, share of training, weight, largest repeat count, and held-out documents."""
+    """Show, for each knowledge type, its share of the corpus and of training, its weight, most repeats, and held-out documents."""
     step = next((s for s in reversed(run.kind("mixture")) if s.has("mixture")), None)
     if step is None:
         return Html("")
@@ -89,18 +88,16 @@ def mixture_view(run: Run) -> Html:
     read = sum(g["read"] for g in groups.values())
     ranked = sorted(groups, key=lambda name: (-groups[name]["weight"], name))
     most = max((max(_share(g["read"], read), _share(g["characters"], natural)) for g in groups.values()), default=1) or 1
-    rows: list[list[Content]] = [_mixture_row(name, groups[name], natural, read, most) for name in ranked]
+    rows: list[list[Content]] = []
+    for name, group in ((name, groups[name]) for name in ranked):
+        before, after = _share(group["characters"], natural), _share(group["read"], read)
+        bars = [stacked_bar([(kind, 100 * share / most)], "bar thin") for kind, share in (("gone", before), ("kept", after))]
+        shares = [percent(group["weight"], 1), percent(before, 1), percent(after, 1)]
+        rows.append([name, join(bars), *shares, f"{number(group['repeats'])} ×", number(group["heldout"])])
     head: list[Content] = ["knowledge type", "natural share → share of training", "weight", "natural", "training", "repeats", "held out"]
     chips = legend({"gone": "natural", "kept": "training"})
     note = f"Shares of characters. Weights are those requested in {step.label}; since repeats are bounded, shares of training can differ."
     return part("Mixture", chips, table(head, rows, numeric=(2, 3, 4, 5, 6)), note=note)
-
-
-def _mixture_row(name: str, group: Mapping[str, float], natural: float, read: float, most: float) -> list[Content]:
-    before, after = _share(group["characters"], natural), _share(group["read"], read)
-    bars = [stacked_bar([(kind, 100 * share / most)], "bar thin") for kind, share in (("gone", before), ("kept", after))]
-    counts: list[Content] = [percent(before, 1), percent(after, 1), f"{number(group['repeats'])} ×", number(group["heldout"])]
-    return [name, join(bars), percent(group["weight"], 1), *counts]
 
 
 def _share(value: float, whole: float) -> float:

@@ -68,7 +68,7 @@ def _level(level: Level, most: int, per_token: float | None) -> Html:
 
 
 def text_amount(level: Level, per_token: float | None) -> str:
-    """Return the amount of text kept: bytes of pages; tokens of documents if `per_token` is known, else characters."""
+    """Return the amount of text kept: bytes of pages; tokens of documents if `per_token` is known, else characters; empty if unknown."""
     if level.characters_out is None:
         return ""
     if level.step.artifact.kind == "pages":

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """A dropped row: its rank among the rule's dropped rows, the decision, and the row itself if it still exists."""
+    """A dropped row as an example. `place`: its rank (`PLACES`); `decision`: its row of `dropped`; `row`: the input row, if it exists."""
 
     place: str
     decision: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Level:
-    """One step of the funnel: `came` rows in, `kept` rows out; lengths are in characters (of pages, in bytes), None if unknown."""
+    """One step of the funnel: `came` rows in, `kept` rows out. `characters_…`: lengths of their texts (of pages, in bytes), if known."""
 
     step: Step
     came: int
@@ -66,7 +66,6 @@ class Level:
 
     @property
     def no_page(self) -> int:
-        """Return the number of input records without a page."""
         return sum(rule.rows for rule in self.rules if rule.no_page)
 
     @property
@@ -155,10 +154,8 @@ def characters_per_token(run: Run) -> float | None:
 
 
 class Among:
-    """A streaming selection of three example rows: those with the smallest, median and largest number.
-
-    Rows come in the order of their ids. The median is taken of the first `SAMPLED` rows, a random sample, since ids are hashes.
-    """
+    """A streaming selection of three example rows: with the smallest, median and largest number. Rows come in the order of their ids; the
+    median is that of the first `SAMPLED` rows, which are a random sample, since ids are hashes."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -169,7 +166,7 @@ class Among:
         self._most: tuple[float, Row] | None = None
 
     def add(self, rows: pa.Table, numbers: NDArray[np.float64]) -> None:
-        """Add rows and their numbers; NaN: a row has no number."""
+        """Add rows with their `numbers` (float64[row]; NaN for a row without a number)."""
         if not len(rows):
             return
         room = SAMPLED - len(self._numbers)

@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from statistics import fmean
 
-from puna.flows.html.markup import Content, Html, disk_size, duration, join, legend, number, short, size, stacked_bar, table, tag
+from puna.flows.html.markup import Content, Html, duration, join, legend, number, short, size, stacked_bar, stored, table, tag
 from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
@@ -111,11 +111,9 @@ def _edge(source: str, target: str, route: Sequence[Place]) -> Html:
 
 
 def layout_of(edges: Mapping[str, Sequence[str]]) -> tuple[dict[str, Place], dict[tuple[str, str], list[Place]]]:
-    """Return each node's place, and the places along each edge. `edges`: node → its sources, which are earlier keys.
-
-    Long edges cross the layers in between in lanes, one per source. Sweeping down and up in turn, each layer is sorted by the mean position
-    of each node's neighbours, and nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981).
-    """
+    """Return each node's place, and the places along each edge. `edges`: node → its sources, which are earlier keys. Long edges cross the
+    layers in between in lanes, one per source. Sweeping down and up in turn, each layer is sorted by the mean position of each node's
+    neighbours, and nodes are placed as near to these means as the order allows (Sugiyama, Tagawa and Toda 1981)."""
     layer: dict[str, int] = {}
     for name, sources in edges.items():
         layer[name] = max((layer[source] + 1 for source in sources), default=0)
@@ -162,7 +160,7 @@ def times_view(run: Run) -> Html:
         bar = stacked_bar([("again" if step.reused else "kept", max(0.4, 100 * seconds / longest))])
         state = tag("span", "reused", class_="tag") if step.reused else None
         memory = step.artifact.manifest.peak_memory_bytes
-        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", size(disk_size(step.artifact))]
+        cells: list[Content] = [duration(seconds), size(memory) if memory else "–", stored(step.artifact)]
         rows.append([[step.label, " ", state], bar, *cells, tag("code", step.artifact.id)])
     head: list[Content] = ["step", "", "time", "peak memory", "stored", "artifact"]
     chips = {"kept": "made in this run"}

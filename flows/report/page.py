@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 from puna.flows.html.markup import THEME, Content, Html, document, duration, join, number, part, percent, section, short, table, tag
@@ -20,15 +20,10 @@ from puna.stages.training.intervals import wilson
 HERE = Path(__file__).parent
 MAKER = hashlib.sha256(b"".join(f.read_bytes() for f in sorted([*HERE.glob("*.*"), *HERE.parent.glob("html/*.py")]))).hexdigest()
 """Digest of the code that makes pages, recorded in each page."""
-PREFERENCE_KINDS = ("preferences", "instructions")
 SHARES = (("language", "language"), ("domain", "knowledge type"))  # columns of signals whose shares are shown, and their names
 EXPERIMENTS = "Small runs that choose the mixture and predict the larger run."
 LINEAGE = "How each artifact was made, from the inputs down. Hover over an artifact to see its id, metrics and neighbours."
-NAVIGATION = {
-    "curation": "Curation", "corpus": "Corpus", "experiments": "Experiments", "pretraining": "Pretraining", "alignment": "Alignment",
-    "times": "Time and memory", "lineage": "Lineage",
-}  # fmt: skip
-COMPARED = {"begun": "How they were started", "figures": "Figures", "steps": "Step by step"}
+SECTION = re.compile(r'<section id="(\w+)"><h2>(.*?)</h2>')
 
 
 def page(run: Run) -> Html:
@@ -54,19 +49,19 @@ def page(run: Run) -> Html:
     again = ["Everything here was read from the store's artifacts. ", tag("code", f"puna report {log.name}"), " recreates this page."]
     tiles = [*_corpus_tiles(run, levels), *_model_tiles(run), _accuracy_tile(run), *_claim_tiles(run)]
     about = [tag("dl", tiles, class_="tiles"), _notices(run), again_view(run)]
-    return _whole(f"Puna: {log.flow or 'run'} {log.name}", {"top": "Run", **NAVIGATION}, head, about, sections, again)
+    return _whole(f"Puna: {log.flow or 'run'} {log.name}", "Run", head, about, sections, again)
 
 
 def comparison(first: Run, second: Run) -> Html:
     names = [tag("p", run.log.flow, " ", tag("code", run.log.name), " ", run.log.state) for run in (first, second)]
     again = [tag("code", f"puna report {second.log.name} --compare {first.log.name}"), " recreates this page."]
     title = f"Puna: {first.log.name} and {second.log.name}"
-    return _whole(title, {"top": "Runs", **COMPARED}, [tag("h1", "Two runs"), names], None, compare_view(first, second), again)
+    return _whole(title, "Runs", [tag("h1", "Two runs"), names], None, compare_view(first, second), again)
 
 
-def _whole(title: str, parts: Mapping[str, str], head: Content, about: Content, main: Html, foot: Content) -> Html:
-    """Return a self-contained page. `parts`: anchor → name of a section; the navigation links the sections that exist."""
-    links = [tag("a", words, href=f"#{name}") for name, words in parts.items() if name == "top" or f' id="{name}"' in main]
+def _whole(title: str, top: str, head: Content, about: Content, main: Html, foot: Content) -> Html:
+    """Return a self-contained page, whose navigation links to its top (with the text `top`) and to the sections of `main`."""
+    links = [tag("a", Html(words), href=f"#{name}") for name, words in [("top", top), *SECTION.findall(main)]]
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     body = tag(
         "body", tag("nav", tag("b", "Puna"), links, aria_label="Sections"),
@@ -135,7 +130,6 @@ def _accuracy_tile(run: Run) -> Content:
 
 
 def _claim_tiles(run: Run) -> list[Html]:
-    """Return a tile per round with its gain over the strongest control arm."""
     tiles = []
     for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
         lines = [
@@ -174,7 +168,7 @@ def _pretraining(run: Run) -> Html:
 
 def _alignment(run: Run) -> Html:
     trained = [s for s in run.kind("model") if s.stage != "pretrain" and s.stage not in training.EXPERIMENTS]
-    filters = [level(run, s) for s in run.kind(*PREFERENCE_KINDS) if s.has("dropped")]
+    filters = [level(run, s) for s in run.kind("preferences", "instructions") if s.has("dropped")]
     others = [s for s in run.steps if s.artifact.kind not in ("model", "evaluation") and not training.of_curation(s)]
     base = {s.artifact.key for s in run.kind("model") if s.stage == "pretrain"}
     judged = [s for s in alignment.evaluations(run) if not any(a.key in base for a in run.inputs(s))]

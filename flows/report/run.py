@@ -102,9 +102,7 @@ class Run:
 
     def source(self, step: Step, record: InputRecord) -> Artifact | None:
         """Return the artifact that an input record names: an earlier step's (same key, else same content), else the store's, else None.
-
-        A reused artifact may name an earlier run's input, whose content equals that of this run's artifact.
-        """
+        Content counts because a reused artifact's record names the input of an earlier run."""
         if record.kind == "external":
             return None
         before = [s.artifact for s in reversed(self.steps[: self.steps.index(step)]) if s.artifact.kind == record.kind]
@@ -150,7 +148,7 @@ def join_rows(rows: pa.Table, other: pa.Table) -> pa.Table:
 
 
 def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return id → row, with the fields that a card shows, for the artifact's rows with ids in `wanted`; {} if it holds no texts."""
+    """Return id → row, with the fields that a card shows, for the artifact's rows whose ids are `wanted`; {} if it has no texts."""
     names = artifact.columns()
     column = next((n for n in ("text", "body", "messages") if n in names), None)
     if column is None:
@@ -164,12 +162,13 @@ def rows_of(artifact: Artifact, wanted: Iterable[str]) -> dict[str, dict[str, An
             places = np.asarray(pc.drop_null(pc.index_in(pa.array(inside, pa.string()), value_set=ids)), np.int64)
             for together in shard.by_group(places):
                 for row in shard.take(together, columns).to_pylist():
-                    rows[row["id"]] = row | (_turns(row) if column == "messages" else {"text": _decode(row[column])})
+                    text = row[column].decode("utf-8", "replace") if isinstance(row[column], bytes) else row[column] or ""
+                    rows[row["id"]] = row | (_turns(row) if column == "messages" else {"text": text})
     return rows
 
 
 def query(artifact: Artifact, table: str, *queries: str) -> list[list[tuple[Any, ...]]]:
-    """Return the rows of DuckDB queries on an artifact's table `found`, computed in bounded memory and without rows kept by reference."""
+    """Return the rows of each DuckDB query. In queries, `found` is the artifact's table `table`, without rows kept by reference."""
     with (TemporaryDirectory() as folder, connect(memory_limit="128MB", threads=1, temp_directory=folder) as connection):
         before = artifact.files.sql(connection)
         files = [f"{before}{artifact.place}/{shard.file}" for shard in artifact.record(table).shards if shard.file]
@@ -181,7 +180,3 @@ def _turns(row: dict[str, Any]) -> dict[str, str]:
     """Return a conversation for a card: the last turn as `text`, all earlier turns as `prompt`."""
     messages = messages_of(row)
     return {"prompt": as_text(messages[:-1]), "text": as_text(messages[-1:]) if len(messages) == 1 else content_of(messages[-1])}
-
-
-def _decode(value: str | bytes | None) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

@@ -45,11 +45,9 @@ def heat_view(steps: Iterable[Step]) -> Html:
 
 
 def with_titles(step: Step, plots: Sequence[Plot]) -> list[Plot]:
-    matches = [plot.title.lower().startswith(step.label.lower()) for plot in plots]
-    return [
-        plot if same else replace(plot, title=f"{step.label}: {plot.title[:1].lower()}{plot.title[1:]}")
-        for plot, same in zip(plots, matches, strict=True)
-    ]
+    """Return the plots with the step's label before their titles, unless a title begins with it."""
+    own = step.label
+    return [p if p.title.lower().startswith(own.lower()) else replace(p, title=f"{own}: {p.title[:1].lower()}{p.title[1:]}") for p in plots]
 
 
 def figures_view(steps: Iterable[Step], title: str, without: str = "") -> Html:

@@ -111,10 +111,7 @@ def named_server() -> Server | None:
     """Return the server that PREFECT_API_URL names, None if the variable is not set. Raise PunaError if the server does not answer."""
     server = from_environment()
     if server is not None and (trouble := server.trouble()) is not None:
-        raise PunaError(
-            f"PREFECT_API_URL={server.url}: no Prefect server answers there ({trouble}). "
-            "Start one with `prefect server start` or `puna up`, or unset it"
-        )
+        raise PunaError(f"PREFECT_API_URL={server.url}: no Prefect server answers there ({trouble}); start one, or unset the variable")
     return server
 
 

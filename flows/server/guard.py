@@ -59,7 +59,7 @@ class OwnSite:
 
     Unless a password or key protects the server (`protected`), the host must be `localhost` or an IP address: another site could let its
     name point to this machine (DNS rebinding), so that its pages count as the server's own. `pages`: matches the paths to which other sites
-    may link; `asking`: those of them that may have a query.
+    may link; `asking`: matches those to which they may link with a query.
     """
 
     def __init__(
@@ -116,10 +116,8 @@ def host_name(host: str) -> str | None:
 
 
 def foreign(headers: Mapping[str, str], host: str) -> bool:
-    """True if a browser sent the request from another site's page, or without naming a page. Other programs send no such headers.
-
-    Over plain HTTP to another machine, browsers send no Sec-Fetch headers, and the other site decides whether its address is sent.
-    """
+    """True if a browser sent the request for another site's page, or without naming a page. Other programs send no such headers. Over plain
+    HTTP to another machine, browsers send no Sec-Fetch headers, and the other site decides whether its address is sent."""
     if _silent(headers):
         return True
     site, origin, referer = (headers.get(name) for name in ("sec-fetch-site", "origin", "referer"))
@@ -196,7 +194,7 @@ def _has_body(scope: Scope) -> bool:
 
 
 class Password:
-    """ASGI middleware for HTTP basic authentication, if `auth` is set; websockets pass. `bodies`: only for requests with a body."""
+    """ASGI middleware that requires a password (HTTP basic) if `auth` is set; websockets pass. `bodies`: only of requests with a body."""
 
     def __init__(self, app: ASGIApp, auth: str, bodies: bool = False) -> None:
         self._app, self._auth, self._bodies = app, auth, bodies
@@ -221,7 +219,7 @@ def _knows(header: str, auth: str) -> bool:
 
 
 def check_reach(host: str, secret: str | None, remedy: str) -> None:
-    """Raise PunaError if other machines reach the address and no password or key protects it."""
+    """Raise PunaError, which ends with `remedy`, if other machines can reach `host` and no password or key (`secret`) protects it."""
     if not loopback(host) and not secret:
         raise PunaError(f"--host {host}: other machines reach this address; {remedy}")
 

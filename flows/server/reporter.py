@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from puna.flows.html.markup import counted_rows, disk_size, duration, made_at, number, short, size
+from puna.flows.html.markup import counted_rows, duration, made_at, number, short, size, stored
 from puna.flows.html.plot import Plot, draw
 from puna.flows.server.client import Server, Unreachable
 from puna.stages.contract import Outcome
@@ -267,7 +267,7 @@ def markdown(outcome: Outcome) -> str:
     """Return a step's output as Markdown: link, time, size, peak memory, tables, and the first metrics and plots."""
     artifact, m = outcome.artifact, outcome.artifact.manifest
     state = f"reused, made {made_at(artifact)} UTC by run {m.run}" if outcome.reused else f"made in {duration(outcome.seconds)}"
-    parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {size(disk_size(artifact))}, peak memory {size(m.peak_memory_bytes)}"]
+    parts = [f"[**{artifact.id}**]({page_of(artifact)}): {state}, {stored(artifact)}, peak memory {size(m.peak_memory_bytes)}"]
     if m.tables:
         rows = "\n".join(f"| {name} | {record.rows:,} |" for name, record in m.tables.items())
         parts.append(f"| table | rows |\n|---|---:|\n{rows}")

@@ -22,7 +22,7 @@ Next = Callable[[Request], Awaitable[Response]]
 
 
 def application(store: Store, *, prefect: str | None, auth: str, urls: bool = False) -> FastAPI:
-    """Return a store's web application. `prefect`: Prefect's URL, if any; `auth`: USER:PASSWORD or empty; `urls`: allow URLs in forms."""
+    """Return a store's web application. `prefect`: Prefect's URL, if any; `auth`: USER:PASSWORD or empty; `urls`: forms may name URLs."""
     store = store.reading()
     app = FastAPI(openapi_url=None)
     site = app.state.site = Site(store, prefect, Asker(store, urls=urls))

@@ -12,21 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.trace import load_flows, load_stages
-from puna.flows.html.markup import (
-    Content,
-    Html,
-    counted_rows,
-    details,
-    disk_size,
-    duration,
-    made_at,
-    number,
-    part,
-    section,
-    size,
-    table,
-    tag,
-)
+from puna.flows.html.markup import Content, Html, counted_rows, details, duration, made_at, number, part, section, size, stored, table, tag
 from puna.flows.html.plot import Plot, grid
 from puna.flows.prefect.forms import flow_name
 from puna.flows.web.frame import Here, artifact_link, button, note, pages, plain, problem, projects_nav, run_link, tab
@@ -38,7 +24,6 @@ from puna.storage.schemas import KINDS, TABLES
 SHOWN_ROWS = 20
 MOST_LISTED = 200
 MOST_USERS = 60
-COSTS = {"took": duration, "stored": size, "peak memory": size}
 ROWS = """with rows as (
   select r.*, coalesce(p.messages::json->>'$[#-1].content', r.prompt_id) as prompt
   from (select * from rollouts where artifact = key_of('{0}')) r left join prompts p on p.id = r.prompt_id
@@ -71,7 +56,7 @@ def list_page(site: Here, kind: str | None = None, project: str | None = None) -
         marks = [*names.get(artifact.key, []), *(["suspect"] if artifact.key in suspects else [])]
         aliases = [tag("span", name, class_="tag") for name in marks]
         box = tag("input", type="checkbox", name="artifact", value=artifact.id, aria_label=f"compare {artifact.id}")
-        rows.append([box, artifact_link(artifact), m.stage, counted_rows(artifact), size(disk_size(artifact)), made_at(artifact), aliases])
+        rows.append([box, artifact_link(artifact), m.stage, counted_rows(artifact), stored(artifact), made_at(artifact), aliases])
     listed = table([tag("small", "pick"), "artifact", "made by", "rows", "stored", "made, UTC", "aliases"], rows, numeric=(3, 4))
     form = tag("form", listed, tag("p", tag("button", "Compare two")), action="/puna/artifacts/compare", method="get")
     left = len(artifacts) - MOST_LISTED
@@ -96,7 +81,7 @@ def artifact_page(
     facts = [
         ("Made by", [m.stage, " in run ", run_link(m.run) if m.run in store.runs() else m.run or "–"]),
         ("Made", f"{made_at(artifact)} UTC in {duration(float(m.timings.get('seconds', 0.0)))}"),
-        ("Stored", f"{size(disk_size(artifact))}; peak memory {size(m.peak_memory_bytes)}"),
+        ("Stored", f"{stored(artifact)}; peak memory {size(m.peak_memory_bytes)}"),
         ("Folder", tag("code", str(artifact.folder))),
     ]  # fmt: skip
     metrics: list[list[Content]] = [[n.replace("_", " "), v if isinstance(v, str) else number(v)] for n, v in m.metrics.items()]
@@ -109,8 +94,8 @@ def artifact_page(
         why = part("Differences from the previous artifact", tag("ul", [tag("li", str(change)) for change in differences[:12]]), note=links)
     return site.page(
         artifact.id,
-        [problem(f"It is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
-        [problem(f"It is suspect: {suspect}. A run that needs it recomputes it")] if suspect else None,
+        [problem(f"This artifact is damaged: {'; '.join(damage)}. Run the stage again, or `puna verify --quarantine`")] if damage else None,
+        [problem(f"This artifact is suspect: {suspect}. A run that needs it recomputes it")] if suspect else None,
         tag("p", aliases) if aliases else None,
         tag("dl", [[tag("dt", name), tag("dd", value)] for name, value in facts], class_="facts-list"),
         tag("div", _uses(artifact), class_="buttons"),
@@ -127,22 +112,22 @@ def artifact_page(
 
 @router.get("/artifacts/compare")
 def compare_page(site: Here, names: Annotated[list[str], Query(alias="artifact")] = []) -> str:  # noqa: B006
-    """Return the page of two artifacts side by side: differences in configuration, code and inputs, and in rows, costs and metrics."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two artifacts, not {len(names)}")
     first, second = (site.store.resolve(name) for name in names)
     one, other = first.manifest, second.manifest
     rows: list[list[Content]] = [[c.what, tag("b", c.name), plain(c.before), plain(c.now)] for c in changes(one, other)]
-    facts = [(a.manifest.timings.get("seconds", 0.0), disk_size(a), a.manifest.peak_memory_bytes) for a in (first, second)]
+    took, peak = ([m.timings.get("seconds", 0.0) for m in (one, other)], [m.peak_memory_bytes for m in (one, other)])
     gave: list[list[Content]] = [["made by", one.stage, other.stage, ""]]
     gave += [[f"rows of {name}", *_pair(*(float(a.rows(name)) if name in a.tables else None for a in (first, second)))]
              for name in dict.fromkeys([*first.tables, *second.tables])]  # fmt: skip
-    gave += [[name, show(facts[0][n]), show(facts[1][n]), ""] for n, (name, show) in enumerate(COSTS.items())]
+    costs = {"took": map(duration, took), "stored": map(stored, (first, second)), "peak memory": map(size, peak)}
+    gave += [[name, *texts, ""] for name, texts in costs.items()]
     for name in dict.fromkeys([*one.metrics, *other.metrics]):
         gave.append([name.replace("_", " "), *_pair(one.metrics.get(name), other.metrics.get(name))])
     head: list[Content] = [artifact_link(first), artifact_link(second)]
     same = "Their contents are the same." if one.data_digest == other.data_digest else "Their contents differ."
-    how = table(["", "field", *head], rows) if rows else note("In the same way.")
+    how = table(["", "field", *head], rows) if rows else note("Stage, configuration, code and inputs are the same.")
     return site.page(
         "Two artifacts",
         section("given", "How they were made", None, how),
@@ -240,7 +225,6 @@ def _uses(artifact: Artifact) -> list[Content]:
 
 @router.get("/rollouts/{key}")
 async def rollouts_page(site: Here, key: str) -> str:
-    """Return the page of a model's RL rollouts: answers with the best and worst rewards, and the prompts whose reward changed most."""
     model = site.store.resolve(f"model/{key}")
     if "rollouts" not in model.tables:
         raise PunaError(f"{model.id} has no table rollouts: only ppo and grpo write one")

@@ -10,8 +10,9 @@ from urllib.parse import urlencode
 
 from fastapi import Query
 
-from puna.flows.html.markup import Content, Html, details, excerpt, number, percent, section, table, tag
+from puna.flows.html.markup import Content, Html, details, excerpt, percent, section, table, tag
 from puna.flows.html.plot import Plot, grid
+from puna.flows.report.alignment import verdict
 from puna.flows.web.frame import Here, artifact_link, bar, button, note, pages, problem, projects_nav, tab
 from puna.stages.evaluation.calibration import bins
 from puna.stages.evaluation.comparison import SURE, TABLE, Difference, Measured, differences, evaluations_of, main_metric, scores_of
@@ -125,7 +126,6 @@ def _questions(task: str, *evaluations: str, **more: object) -> str:
 
 @router.get("/benchmarks/compare")
 def compare_page(site: Here, names: Annotated[list[str], Query(alias="model")] = []) -> str:  # noqa: B006
-    """Return the page of two models side by side: the difference on each task, and both models' calibration."""
     if len(names) != 2:
         raise PunaError(f"compare: choose two models, not {len(names)}")
     evaluations = _evaluations(site.store)
@@ -218,8 +218,8 @@ def _answers(evaluation: Artifact, task: str) -> dict[str, dict[str, Any]]:
 def _question(rows: Sequence[Mapping[str, Any]], right: Sequence[float | None], titles: Sequence[str]) -> Html:
     """Return a collapsible view of a question: the prompt, the right answer, and each model's answer."""
     first = rows[0]
-    verdicts = [_verdict(title, value) for title, value in zip(titles, right, strict=True)]
-    sides = [tag("div", tag("h4", title), _verdict("", value), _answer(row)) for title, row, value in zip(titles, rows, right, strict=True)]
+    verdicts = [verdict(value, title) for title, value in zip(titles, right, strict=True)]
+    sides = [tag("div", tag("h4", title), verdict(value), _answer(row)) for title, row, value in zip(titles, rows, right, strict=True)]
     target = tag("p", "right answer: ", tag("b", excerpt(_target(first["about"]))))
     prompt = tag("p", str(first["prompt"]), class_="said", dir="auto")
     return details([tag("b", excerpt(str(first["prompt"]), TITLE)), " ", verdicts], prompt, target, tag("div", sides, class_="sides"))
@@ -228,13 +228,6 @@ def _question(rows: Sequence[Mapping[str, Any]], right: Sequence[float | None], 
 def _target(about: Mapping[str, Any]) -> str:
     choices, target = list(about.get("nats", ())), about.get("target")
     return choices[target] if isinstance(target, int) and target < len(choices) else str(target)
-
-
-def _verdict(title: str, value: float | None) -> Html | None:
-    if value is None:
-        return None
-    kind, words = ("right", "right") if value >= 1 else ("wrong", "wrong") if value <= 0 else ("", f"score {number(value, 3)}")
-    return tag("span", f"{title} {words}".strip(), class_=f"tag {kind}")
 
 
 def _answer(row: Mapping[str, Any]) -> Content:

@@ -25,8 +25,8 @@ from puna.storage import PunaError, Store
 SECONDS = {"sql": 60.0, "plan": 60.0, "check": 30.0}  # kind of question → maximum seconds for an answer
 MEMORY_BYTES = min(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
 """Maximum bytes of memory that a child allocates after its start; all working children together use at most half of the RAM."""
-ANSWER_BYTES = 16 << 20
-START_SECONDS = 120.0
+ANSWER_BYTES = 16 << 20  # maximum bytes of an answer
+START_SECONDS = 120.0  # maximum seconds for a child to start
 AT_ONCE = 2  # maximum number of children that work on SQL at once; the same limit holds for plans and checks together
 IDLE_SECONDS = 120.0  # seconds without a question after which a child ends
 
@@ -52,7 +52,7 @@ class Asker:
         self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
 
     def ask(self, question: str, **fields: Any) -> Html:
-        """Return the answer as HTML. Raise PunaError for a refusal or a dead child, `Late` if late or too long, RuntimeError otherwise."""
+        """Return the answer as HTML. Raise PunaError for a refusal or a dead child, `Late` if late or too long, RuntimeError if failed."""
         group = "sql" if question == "sql" else "plan"
         if not self._free[group].acquire(timeout=SECONDS[question]):
             raise Late("the server is busy with other questions; try again later")

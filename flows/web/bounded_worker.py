@@ -15,6 +15,7 @@ from typing import Any
 from puna.flows.engine.cost import Total, steps_of
 from puna.flows.engine.launch import Request
 from puna.flows.engine.plan import STATES, PlannedStep
+from puna.flows.engine.trace import add_served_modules
 from puna.flows.html.markup import Content, Html, details, duration, section, size, table, tag
 from puna.flows.web import questions
 from puna.flows.web.bounded import IDLE_SECONDS, MEMORY_BYTES
@@ -28,6 +29,7 @@ COSTS = ("time", "disk", "memory")
 def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     store = Store.existing(question["store"])
     try:
+        add_served_modules()
         if question["question"] == "sql":
             return {"html": str(questions.answer(store, question["q"]))}
         request = request_of(offer_of(question["name"]), question["asked"])
@@ -71,19 +73,14 @@ def _row(step: PlannedStep, estimated: bool) -> list[Content]:
     return [tag("b", step.label), *cost, tag("small", waits)]
 
 
-def _data_bytes() -> int:
-    """Return the bytes of this process's data and stack segments; 0 except on Linux."""
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0
-
-
 def main() -> None:
     """Limit this process's memory and priority; answer questions on standard input until it closes or is silent for `IDLE_SECONDS`."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries' output must not mix with answers
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = MEMORY_BYTES + _data_bytes()
+    status = Path("/proc/self/statm")  # only on Linux; its sixth number counts the pages of the data and stack segments
+    most = MEMORY_BYTES + (int(status.read_text().split()[5]) * resource.getpagesize() if status.is_file() else 0)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     answers.write(b"{}\n")
     answers.flush()

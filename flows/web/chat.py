@@ -23,29 +23,26 @@ from typing import Any
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
+from puna.flows.engine.rounds import POLICY
 from puna.flows.html.markup import tag
+from puna.flows.prefect.forms import Choices, reference_in
 from puna.flows.server.client import opener
 from puna.flows.web.frame import Here, field, option, pages
 from puna.storage import PunaError, Store
 
-START_SECONDS, END_SECONDS = 180.0, 10.0
-MOST_MODELS = 40
+START_SECONDS, END_SECONDS = 180.0, 10.0  # maximum seconds for a model's process to load, and to end
 router = pages("chat", "Chat", at=9)
 
 
 @router.get("/chat")
 def chat_page(site: Here, model: str = "") -> str:
-    """Return the chat page with a list of models; the page's script sends and shows messages."""
-    models = site.store.artifacts("model")[::-1]
+    models = Choices(site.store).of("model")
     if not models:
         imported, trained = (tag("a", name, href=f"/puna/start/{name}") for name in ("import_model", "pretrain"))
         ways = [imported, " imports one, ", trained, " trains one."]
         return site.page("Chat", here="chat", lead=["The store holds no model yet: ", *ways])
-    names = site.store.names()
-    aliases = {name: artifact for artifact in models for name in names.get(artifact.key, [])}
-    choice = model or next((name for name in ("policy@latest", *aliases) if name in aliases), models[0].id)
-    options = [option(name, f"{name} · {artifact.id}", chosen=name == choice) for name, artifact in aliases.items()]
-    options += [option(one.id, f"{one.id} · {one.manifest.stage}", chosen=one.id == choice) for one in models[:MOST_MODELS]]
+    choice = model or (POLICY if POLICY in models else reference_in(models[0]))
+    options = [option(reference_in(words), words, chosen=reference_in(words) == choice) for words in models]
     return site.page(
         "Chat",
         tag("form",

@@ -27,15 +27,6 @@ BEFORE, AFTER = 120, 200  # characters shown before and after a match
 router = pages("documents", "Documents", at=4)
 
 
-def near_form(options: Sequence[Html], text: str = "") -> Html:
-    form = tag("form",
-        field("Text", tag("textarea", text, name="text", rows=6, required=True)),
-        field("Among", tag("select", options, name="artifact")),
-        tag("p", tag("button", "Compare", class_="main")),
-        action="/puna/near", method="post")  # fmt: skip
-    return details("Find documents similar to a text", form, open_=bool(text), class_="more")
-
-
 def similar_documents(store: Store, form: Mapping[str, Sequence[str]]) -> tuple[Artifact, str, Html]:
     """Return a form's artifact and text with a view of similar documents. Raise PunaError for another kind or a text without words."""
     artifact, text = store.resolve(form.get("artifact", [""])[0]), form.get("text", [""])[0]
@@ -90,9 +81,15 @@ def _page(site: Site, name: str, words: str, rule: str, text: Mapping[str, Seque
         field("Which", tag("select", which, name="rule")),
         tag("p", tag("button", "Search", class_="main")),
         action="/puna/documents", method="get")  # fmt: skip
+    comparison = tag("form",
+        field("Text", tag("textarea", near[1] if near else "", name="text", rows=6, required=True)),
+        field("Among", tag("select", options, name="artifact")),
+        tag("p", tag("button", "Compare", class_="main")),
+        action="/puna/near", method="post")  # fmt: skip
     return site.page(
         "Documents", tag("div", form, tag("div", _dropped_by(artifact, rules)), class_="two"),
-        near_form(options, near[1] if near else ""), near[2] if near else _results(store, artifact, words, rule), here="documents",
+        details("Find documents similar to a text", comparison, open_=bool(near and near[1]), class_="more"),
+        near[2] if near else _results(store, artifact, words, rule), here="documents",
     )  # fmt: skip
 
 
@@ -152,8 +149,7 @@ def _results(store: Store, artifact: Artifact, words: str, rule: str) -> Html:
 
 
 def _batches(store: Store, artifact: Artifact, rule: str) -> Iterator[tuple[list[Artifact], pa.RecordBatch, list[dict[str, Any]]]]:
-    """Yield (artifacts to search, batch, rows of it that `rule` dropped) from `artifact` or, for a rule, its stored inputs. Columns, if
-    any: id, url, title, source, text."""
+    """Yield (searched artifacts, batch, its rows of `dropped` by `rule`) from `artifact` or, with a rule, from the artifact's inputs."""
     holding = [artifact]
     if rule and "dropped" not in artifact.tables:
         return

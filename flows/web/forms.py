@@ -16,7 +16,7 @@ from puna.flows.prefect.forms import Choices, Offer, defaults, offers, reference
 from puna.flows.web.frame import Site, button, field, hidden_input, note, once, option, problem, projects_nav, tab
 from puna.stages.contract import Stage, did_you_mean
 from puna.stages.contract.declaration import InputSpec
-from puna.storage import PunaError, Store
+from puna.storage import PunaError
 from puna.storage.aliases import DEFAULT
 from puna.storage.explain import flat
 
@@ -26,10 +26,8 @@ MANY = 8  # number of ungrouped fields above which rarely changed fields are fol
 
 
 def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, own: bool = False, refused: str = "") -> Html:
-    """Return the page with the form of a flow or stage, and with `plan` if given.
-
-    `own`: a page of this site linked here, so the page's script requests the plan at once. `refused`: why a run was not started.
-    """
+    """Return the page with the form of a flow or stage, and with `plan` if given. `refused`: why a run was not started.
+    `own`: a page of this site linked here, so that the page's script may request the plan at once."""
     store = site.store
     offer, project = offer_of(name), project_of(form)
     what, choices = offer.what, Choices(store.within(project))
@@ -38,12 +36,15 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
     missing = None if plan or refused else _missing(offer, form)
     waiting = note(missing or "Press Plan to see what is reused and what the rest may cost.")
     other = button("Prefect's form, with schedules", f"/puna/form/{name}") if site.prefect else None
+    projects = tag("datalist", [tag("option", value=one) for one in store.projects()], id="projects")
+    box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
     return site.page(
         what.name,
         problem(refused) if refused else None,
         projects_nav(store, project or DEFAULT, f"/puna/start/{name}"),
         tag("form",
-            tag("div", _recipe(offer, form), _project_field(store, project),
+            tag("div", _recipe(offer, form),
+                field("Project, whose aliases are read and set; a new name creates a project", box), projects,
                 [_input(spec, choices, form, reads_sample(what)) for spec in what.inputs], settings),
             tag("div", plan or (None if refused else waiting), id="outcome", aria_live="polite"),
             hidden_input("token", site.token),
@@ -64,12 +65,6 @@ def _missing(offer: Offer, form: Asked) -> str | None:
 
 def project_of(form: Asked) -> str:
     return form.get("project", [""])[0].strip()
-
-
-def _project_field(store: Store, project: str) -> Content:
-    choices = tag("datalist", [tag("option", value=name) for name in store.projects()], id="projects")
-    box = tag("input", type="text", name="project", value=project, list="projects", placeholder=DEFAULT, spellcheck="false")
-    return [field("Project, whose aliases are read and set; a new name creates a project", box), choices]
 
 
 def request_of(offer: Offer, form: Asked) -> Request:
@@ -111,10 +106,8 @@ def _recipe(offer: Offer, form: Asked) -> Content:
         options = [option(name, name, chosen=name == now) for name in shipped_recipes()]
         return field("Recipe", tag("select", options, name="recipe"))
     links = []
-    for recipe, step in settings_of(offer.what):
-        name = f"{recipe}:{step}"
-        words = recipe if step == offer.what.name else f"{recipe}: {step}"
-        links.append(tab(words, f"/puna/start/{offer.flow}?{urlencode({'recipe': name})}", now == name))
+    for title, recipe, step in settings_of(offer.what):
+        links.append(tab(title, f"/puna/start/{offer.flow}?{urlencode({'recipe': f'{recipe}:{step}'})}", now == f"{recipe}:{step}"))
     return [tag("nav", "Values of ", links, aria_label="Recipes") if links else None, hidden_input("recipe", now) if now else None]
 
 
@@ -173,7 +166,7 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the settings to fold: optional, set by no shipped recipe, and no number except `seed`. If all are, `MANY` stay open."""
+    """Return the settings to fold: optional, set by no shipped recipe, no number but `seed`. If all are, the first `MANY` stay open."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]

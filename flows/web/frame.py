@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from puna.flows.html.markup import THEME, Content, Html, document, duration, tag, text
+from puna.flows.html.markup import THEME, Content, Html, cell_text, document, tag, text
 from puna.flows.web.bounded import Asker
 from puna.storage import Artifact, Store
 from puna.storage.runs import RunLog
@@ -120,7 +120,7 @@ def style() -> str:
 
 
 def projects_nav(store: Store, chosen: str | None, address: str, *, every: bool = False) -> Html | None:
-    """Return links to the page `address` for each project of the store; None with fewer than two. `every`: add a link for all projects."""
+    """Return links to the page `address`, one per project; None with fewer than two projects. `every`: add a link for all projects."""
     if len(names := store.projects()) < 2:
         return None
     sign = "&" if "?" in address else "?"
@@ -170,14 +170,6 @@ def when(moment: datetime | None) -> Html:
     return tag("time", f"{moment.astimezone(UTC):%-d %b %H:%M}", datetime=moment.isoformat())
 
 
-def duration_of(log: RunLog) -> str:
-    """Return a run's duration as text; for a run in progress, the time since its start; a dash if it has no start."""
-    if log.opened is None:
-        return "–"
-    end = datetime.now(UTC) if log.state == "at work" else log.closed or log.opened
-    return duration((end - log.opened).total_seconds())
-
-
 def bar(share: float, words: str) -> Html:
     """Return a bar that is filled up to `share` (0 to 1). `words`: label for screen readers."""
     fill = tag("i", class_="kept", style=f"width:{100 * max(0.0, min(1.0, share)):.1f}%")
@@ -200,9 +192,5 @@ def plain(value: object, longest: int = 400) -> Html:
     """Return a table value as HTML: text cut after `longest` characters, floats with six digits, the number of bytes, a dash for None."""
     if value is None:
         return tag("span", "–", class_="dim")
-    if isinstance(value, float):
-        return text(f"{value:.6g}")
-    if isinstance(value, bytes):
-        return text(f"{len(value):,} bytes")
-    words = str(value)
+    words = cell_text(value)
     return text(words) if len(words) <= longest else tag("span", words[:longest], tag("i", " …"), title=words[: 10 * longest])

@@ -84,7 +84,7 @@ def decide_round(store: Store, gate: str, form: Mapping[str, Sequence[str]]) -> 
 
 
 def rounds_at(store: Store, gate: Artifact) -> list[Round]:
-    """Return the rounds of `policy@latest`, without this alias of the policy that the gate compares; empty if the policy is missing."""
+    """Return the rounds of `policy@latest` or, without that alias, of the policy that the gate compares; empty if it is not stored."""
     policy = next((store.find(i.kind, i.key) for i in gate.manifest.inputs if i.name == "policy"), None)
     policy = store.alias(POLICY) if POLICY in store.aliases() else policy
     return rounds_of(store, policy) if policy else []
@@ -112,16 +112,17 @@ def _open_rounds(store: Store) -> list[Round]:
 def _waits(one: Round, project: str) -> Html:
     rows: dict[str, dict[str, str]] = {}
     for row in one.gate.read().to_pylist():
-        rows.setdefault(row["task"], {})[row["metric"]] = (
-            f"{row['value']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if row["metric"] == "gain" else f"{row['value']:.3f}"
-        )
+        gain = f"{row['value']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})" if row["metric"] == "gain" else ""
+        rows.setdefault(row["task"], {})[row["metric"]] = gain or f"{row['value']:.3f}"
     lines: list[list[Content]] = [[task, *(found.get(name, "") for name in ("before", "after", "gain"))] for task, found in rows.items()]
     return tag("section",
         tag("h2", f"Round {one.number} waits for your decision"), tag("p", str(one.deciding.manifest.metrics["reason"])),
         table(["task", "policy", "candidate", "gain, 95 % interval"], lines, numeric=(1, 2, 3)),
         tag("p", "Policy ", artifact_link(one.policy), ", candidate ", artifact_link(one.candidate), " ",
             tag("a", "chat with it", href=f"/puna/chat?model={one.candidate.id}")),
-        tag("form", hidden_input("project", project), field("Your name", tag("input", name="by", type="text", required=True)),
+        # Enter in a text field presses the form's first button: a disabled one, so that only a click decides.
+        tag("form", tag("button", type="submit", disabled=True, hidden=True), hidden_input("project", project),
+            field("Your name", tag("input", name="by", type="text", required=True)),
             field("Why", tag("input", name="reason", type="text")),
             tag("p", tag("button", "Approve", class_="main", name="verdict", value="approve"), " ",
                 tag("button", "Refuse", name="verdict", value="refuse"), class_="buttons"),

@@ -99,10 +99,8 @@ def rules_page(site: Here, request: Request) -> str:
         return site.page("Rules", here="rules", lead="No selection was made yet: run `curate`, or the stage `select`.")
     choice = store.resolve(name) if name else max(selections[:12], key=lambda artifact: artifact.rows("dropped"))
     of = selection(store, choice)
-    others = [
-        tab(f"{artifact.id} · {artifact.rows():,} rows", f"/puna/rules?artifact={artifact.key[:12]}", artifact.key == choice.key)
-        for artifact in selections[:12]
-    ]
+    newest = [(f"{one.id} · {one.rows():,} rows", one.key) for one in selections[:12]]
+    others = [tab(words, f"/puna/rules?artifact={key[:12]}", key == choice.key) for words, key in newest]
     moved = _moved_thresholds(of, query)
     sliders = [_slider(of, rule, moved.get(rule.name)) for rule in of.rules if isinstance(rule, Rule) and rule.number is not None]
     return site.page(
@@ -159,9 +157,7 @@ def _counts(of: Selection, before: Mapping[str, str], now: Mapping[str, str]) ->
     count = of.table.num_rows
     was, is_ = Counter(before.values()), Counter(now.values())
     names = sorted({*was, *is_}, key=lambda name: (-abs(is_[name] - was[name]), -is_[name], name))
-    rows: list[list[Content]] = [
-        [name, was[name], is_[name], f"{is_[name] - was[name]:+,}" if is_[name] != was[name] else ""] for name in names
-    ]
+    rows: list[list[Content]] = [[name, was[name], is_[name], f"{more:+,}" if (more := is_[name] - was[name]) else ""] for name in names]
     summary = f"{count - len(now):,} of {count:,} documents are kept ({percent(count - len(now), count)})"
     head = summary if len(before) == len(now) else f"{summary}; before {count - len(before):,}"
     return section("outcome-counts", head, None, table(["rule", "dropped", "would drop", ""], rows, numeric=(1, 2, 3)))

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -24,21 +24,8 @@ from puna.flows.report.lineage import lineage_view
 from puna.flows.report.page import page as report_page
 from puna.flows.report.page import tile
 from puna.flows.report.run import Run, Step
-from puna.flows.web.frame import (
-    Here,
-    artifact_link,
-    badge,
-    bar,
-    button,
-    duration_of,
-    note,
-    once,
-    pages,
-    problem,
-    projects_nav,
-    run_link,
-    when,
-)
+from puna.flows.server.reporter import progress_text
+from puna.flows.web.frame import Here, artifact_link, badge, bar, button, note, once, pages, problem, projects_nav, run_link, when
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.runs import RunLog
 
@@ -64,11 +51,12 @@ def home(site: Here, older: Annotated[int, Query(ge=0)] = 0, project: str | None
     logs = [store.log(name) for name in names[older : older + MOST_RUNS]]
     how: Content = [tag("b", "curate"), ", started above,"] if site.prefect else tag("code", "puna run curate --recipe demo")
     none = tag("p", "This store has no run yet. ", how, " creates one; it first downloads a sample of real pages.", class_="lead")
+    flows = [button(offer.what.name, f"/puna/start/{offer.flow}") for offer in offers() if offer.group == "flow"]
     return site.page(
         "Puna's store",
         projects_nav(store, project, "/puna/", every=True),
         [working_view(store, log) for log in logs if log.state == "at work"],
-        section("start", "Start", FIRST, starts()),
+        section("start", "Start", FIRST, tag("p", flows, button("a stage …", "/puna/start"), class_="buttons")),
         section("runs", "Runs", None, runs_view(logs), _pages(len(names), older, project)) if names else none,
         section("aliases", "Aliases", "Aliases name artifacts; use them as inputs.", aliases_view(store, project)),
         here="", live=f"/puna/events?since={since}", lead=tag("code", store.uri),
@@ -110,17 +98,17 @@ def working_view(store: Store, log: RunLog) -> Html:
     elif not now["total"]:
         inside = [tag("p", tag("b", now["step"])), note(count)]
     else:
-        share = now["done"] / max(now["total"], 1e-9)
-        left = now["seconds"] * (1 - share) / share if share > 0.02 else None
-        words = f"{now['step']}: {100 * share:.0f} %, {number(now['done'])} of {number(now['total'])} {now['note']}"
-        after = f", about {duration(left)} left" if left is not None and share < 1 else ""
-        inside = [tag("p", tag("b", words), after), bar(share, words), note(count)]
+        words = f"{now['step']}: {progress_text((now['done'], now['total'], now['note']), now['seconds'])}"
+        inside = [tag("p", tag("b", words)), bar(now["done"] / now["total"], words), note(count)]
     return tag("section", tag("h2", run_link(log.name, f"{log.title} is at work")), inside, class_="working")
 
 
-def starts() -> Html:
-    links = [button(offer.what.name, f"/puna/start/{offer.flow}") for offer in offers() if offer.group == "flow"]
-    return tag("p", links, button("a stage …", "/puna/start"), class_="buttons")
+def duration_of(log: RunLog) -> str:
+    """Return a run's duration as text; for a run in progress, the time since its start; a dash if it has no start."""
+    if log.opened is None:
+        return "–"
+    end = datetime.now(UTC) if log.state == "at work" else log.closed or log.opened
+    return duration((end - log.opened).total_seconds())
 
 
 def aliases_view(store: Store, project: str | None = None) -> Html:
@@ -173,7 +161,6 @@ def events(site: Here, request: Request, name: str | None = None, since: str = "
 
 @router.get("/run/{name}")
 def run_page(site: Here, name: str) -> str:
-    """Return the page of a run: its state, steps, plots and lineage."""
     store = site.store
     since, run = state_digest(store, name), Run.open(store, name)
     log = run.log
@@ -185,11 +172,9 @@ def run_page(site: Here, name: str) -> str:
         tile("Artifacts", f"{len(run.steps)}, {reused} reused"),
     ]  # fmt: skip
     plots = [plot for step in run.steps for plot in training.with_titles(step, training.figures(step)) if not plot.empty]
-    links: list[Content] = [
-        button("Full report", f"/puna/report/{log.name}"),
-        button("Funnel", f"/puna/run/{log.name}/funnel") if run.kind("pages", "documents") else None,
-        button("Compare with the run before", f"/puna/compare?run={again[0]}&run={log.name}") if again else None,
-    ]
+    links: list[Content] = [button("Full report", f"/puna/report/{log.name}")]
+    links += [button("Funnel", f"/puna/run/{log.name}/funnel")] if run.kind("pages", "documents") else []
+    links += [button("Compare with the run before", f"/puna/compare?run={again[0]}&run={log.name}")] if again else []
     mine = flow_run_of(store, log.name) if site.prefect else None
     if mine:
         word, label = ("stop", "Stop") if log.state == "at work" else ("again", "Run again" if log.state == "finished" else "Go on")
@@ -212,7 +197,6 @@ def run_page(site: Here, name: str) -> str:
 
 @router.get("/run/{name}/funnel")
 def funnel_page(site: Here, name: str) -> str:
-    """Return the page with the funnel of a run's documents, and examples for each rule."""
     run = Run.open(site.store, name)
     levels = funnel(run)
     if not levels:

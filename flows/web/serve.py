@@ -45,10 +45,9 @@ STEADY_SECONDS = 60.0
 
 
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:
-    """Serve a store's pages, Prefect and the worker until stopped; create a missing store. `urls`: forms may name inputs by URL.
-
-    Raise PunaError if the port is taken, or if other machines could reach the server and `auth` is empty; no store is created then.
-    If another `puna up` serves the store, print its address and return. `limit`: maximum number of runs at once."""
+    """Serve a store's pages, Prefect and the worker until stopped; create a missing store. If another `puna up` serves the store, print its
+    address and return. `limit`: maximum number of runs at once. `urls`: forms may name inputs by URL. Raise PunaError if the port is taken,
+    or if other machines could reach the server and `auth` is empty; no store is created then."""
     began = time.perf_counter()
     check_auth(host, auth)
     try:

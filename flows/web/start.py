@@ -34,7 +34,6 @@ router = pages("start", "Start", at=2)
 
 @router.get("/start")
 def list_page(site: Here, project: str | None = None) -> str:
-    """Return the page that lists all flows and stages, in the order of the pipeline."""
     store = site.store
     parts: list[Content] = [projects_nav(store, project or DEFAULT, "/puna/start")]
     more = f"?project={store.within(project).project}" if project else ""

@@ -195,7 +195,7 @@ def test_chat_tells_the_likeliest_tokens_as_openai_defines_them(client, peer):
     [
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", "greater than or equal to 0"),
-        ({"top_logprobs": 2}, "top_logprobs", "it needs logprobs: true"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: needs logprobs: true"),
         ({"top_logprobs": 2, "logprobs": True, "stream": True}, "top_logprobs", "without alternatives: leave stream out"),
     ],
 )

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
 from puna.flows.cli.clean import clean, look
+from puna.flows.cli.main import app
 from puna.flows.engine.inputs import column_changes
 from puna.flows.engine.trace import load
 from puna.stages.contract import External, execute
@@ -199,3 +201,10 @@ def test_pages_of_which_none_is_kept_give_a_report_and_the_reasons(tmp_path: Pat
     rows = pq.read_table(clean([str(file)], tmp_path / "none.parquet", Store.open(tmp_path / "store"), workers=1, quiet=True).documents)
     assert rows.num_rows == 0 and {"id", "url", "text", "language"} <= set(rows.column_names)
     assert found.report.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("words", [("clean", "pages.jsonl", "-o", "out", "--store", "store"), ("rules", "--on", "pages.jsonl")])
+def test_a_module_of_ones_own_is_imported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*words, "--module", "none.py"])
+    assert "--module none.py: no such file" in str(done.exception) and not (tmp_path / "store").exists()

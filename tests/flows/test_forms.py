@@ -1,20 +1,30 @@
-"""The forms of stages: the command that a form stands for, files with odd names, and the sample where files may be left out."""
+"""The forms of stages: the command that a form stands for, files with odd names, the sample where files may be left out, and stages of
+one's own."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
+from puna.flows.cli.main import app
 from puna.flows.engine.cost import steps_of
 from puna.flows.engine.inputs import sample_folder
 from puna.flows.engine.launch import Request, changes_of, run_stage, stage_config
 from puna.flows.engine.recipe import as_yaml
 from puna.flows.engine.trace import load_stages
 from puna.flows.prefect.forms import defaults, offers
+from puna.flows.web import serve
+from puna.flows.web.bounded import Asker, end_children
 from puna.flows.web.forms import offer_of, request_of, values_given
-from puna.stages.contract import Stage
+from puna.stages import plugins
+from puna.stages.contract import REGISTRY, Stage
 from puna.storage import PunaError, Store
 from puna.storage.explain import flat
 
@@ -57,3 +67,38 @@ def test_only_pages_come_from_the_sample(tmp_path: Path, name: str) -> None:
     with pytest.raises(PunaError, match=f"stage {name} needs the input"):
         run_stage(load_stages()[name], Request(f"stage:{name}"), Store.open(tmp_path))
     assert not sample_folder(tmp_path).exists()
+
+
+STAGE = '''
+from puna.stages.contract import StageConfig, StageRun, stage
+
+
+class GreetConfig(StageConfig):
+    pass
+
+
+@stage(kind="evaluation")
+def greet_{at}(config: GreetConfig, run: StageRun) -> None:
+    """Write nothing."""
+'''
+
+
+def test_a_served_module_has_forms_and_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server names the module to its children: those that answer the pages' questions, and the worker, which publishes the forms."""
+    at = f"m{os.getpid()}"
+    file, store = tmp_path / f"greet_{at}.py", Store.open(tmp_path / "store")
+    file.write_text(STAGE.format(at=at))
+    monkeypatch.setenv("PUNA_SERVED_MODULES", "[]")
+    monkeypatch.setattr(serve, "pages", lambda *settings: None)
+    made = CliRunner().invoke(app, ["web", "--store", store.uri, "--module", str(file)])
+    assert made.exit_code == 0 and json.loads(os.environ["PUNA_SERVED_MODULES"]) == [str(file)], made.output
+    try:
+        assert "1 run" in str(Asker(store, urls=False).ask("plan", name=f"greet_{at}", asked={}))
+        looks = f"from puna.flows.prefect import deployments; print('greet_{at}' in deployments.OFFERS)"
+        done = subprocess.run([sys.executable, "-c", looks], capture_output=True, text=True, timeout=300, check=True)
+        assert done.stdout.strip() == "True"
+    finally:
+        end_children()
+        REGISTRY.pop(f"greet_{at}")
+        plugins._modules.pop(file.stem)
+        sys.path.remove(str(tmp_path))

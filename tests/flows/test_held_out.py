@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from puna.flows.engine.declare import Output, Walk
+from puna.flows.engine.declare import Flow, Output, Walk
 from puna.flows.engine.recipe import Recipe, Step
 from puna.flows.engine.trace import flow_named, load, trace
 from puna.flows.experiments import experiments
@@ -89,8 +89,8 @@ def test_nothing_trained_depends_on_held_out_text(tmp_path: Path, monkeypatch: p
         store = Store.open(tmp_path / name)
         maker = Maker(load("one-gpu", SMALL), store)
         documents, domains = curated(store, words)
-        with maker.at_work():
-            pretrain(documents, domains, experiments(documents, domains))
+        both = Flow("both", lambda documents, domains: pretrain(documents, domains, experiments(documents, domains)), ())
+        maker.walk(both, {"documents": documents, "domains": domains})
         made.append(maker.made)
     one, two = made
     measured = {"evaluate_base", "contamination_base"}

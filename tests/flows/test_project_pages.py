@@ -125,6 +125,26 @@ def test_rounds_are_begun_and_scheduled_by_project(store: Store) -> None:
     assert [body["parameters"]["project"] for body in begun] == ["default", "news"] and len({body["idempotency_key"] for body in begun}) == 2
 
 
+def test_a_serve_without_a_cron_removes_its_earlier_schedule_and_no_other(store: Store) -> None:
+    """The schedules of `--cron` are those of the last `puna serve`; people's schedules, and those of `puna up`, stay."""
+    offered = [(offer, deployments.flow_of(offer)) for offer in offers() if offer.flow == "round"]
+    there = [{"id": "own", "slug": "puna-serve"}, {"id": "news", "slug": "puna-serve-news"}, {"id": "ui", "slug": None}, {"id": "named", "slug": "night"}]
+
+    class Scheduled(Server):
+        def insist(self, method: str, path: str, body: Any = None) -> Any:
+            if path == "/deployments/filter":
+                entrypoint = "puna.flows.prefect.deployments.flow_round"
+                return [{"id": "1" * 32, "name": offered[0][0].title, "entrypoint": entrypoint, "version": "", "schedules": there}]
+            if method == "DELETE":
+                self.made.append((path.rpartition("/")[2], None))
+            return super().insist(method, path, body)
+
+    for linked, gone in ((False, ["own", "news"]), (True, [])):
+        server = Scheduled()
+        DeploymentSync(store, server, offered, linked=linked).publish({}, lambda title, deployment: None)  # type: ignore[arg-type]
+        assert [path for path, body in server.made if body is None] == gone
+
+
 def test_the_page_of_rounds_decides_and_counts_in_its_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     world = World(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -255,6 +256,9 @@ def test_a_person_decides(world: World) -> None:
     maintenance.collect(Store.open(world.store.root), keep_runs=0, work_days=0, remove=True)
     pages = TestClient(application(world.store, prefect=None, auth=""), follow_redirects=False)
     assert "Round 1 waits for your decision" in pages.get("/rounds").text
+    form = pages.get("/rounds").text.partition("waits for your decision")[2].partition("</form>")[0]
+    first, *deciding = re.findall(r"<button([^>]*)>", form)
+    assert " disabled" in first and [" disabled" in one for one in deciding] == [False, False]  # Enter in a field presses the first button
     for wrong in ("by=&verdict=approve", "by=Ada", "by=Ada&verdict=yes"):
         assert pages.post(f"/rounds/{gate.key[:16]}", content=wrong).status_code == 404
     assert pages.post(f"/rounds/{gate.key[:16]}", content="by=Ada&verdict=approve").status_code == 303

@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
 from puna.flows.cli.sql import _statements
+from puna.flows.engine import cost
+from puna.flows.engine.launch import target_named
+from puna.flows.engine.plan import Expected, PlannedStep
 from puna.storage import Identity, InputRecord, PunaError, Store, runs
 from puna.storage.files import LocalFiles
 
@@ -332,3 +335,26 @@ def test_a_name_that_cannot_be_an_alias_is_refused_before_the_run(store: Store, 
 def test_an_alias_too_long_for_a_file_is_refused(store: Store) -> None:
     with pytest.raises(PunaError, match="no such alias; one is .*200 bytes at most"):
         store.set_alias(f"{'a' * 300}@latest", store.artifacts()[0])
+
+
+def test_a_number_that_json_lacks_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = PlannedStep("pii", "pii", "runs", "never ran", Expected(float("nan"), float("inf"), 1.0, 1.0))
+    monkeypatch.setattr(cost, "steps_of", lambda request, place: (target_named("stage:pii"), [planned]))
+    told = json.loads(RUNNER.invoke(app, ["plan", "pii", "--json"]).stdout, parse_constant=lambda name: name)
+    expected = {"seconds": None, "bytes": None, "memory": 1.0, "rows": 1.0}
+    assert told["steps"][0]["expected"] == expected and told["expected"]["seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("sql", "select 1", "-o", "rows.csv", "--json"), "--json prints rows"),
+        (("sql", "--file", "--json"), "--json prints rows"),
+        (("list", "pages", "--runs"), "runs have no kind"),
+        (("generate", "model@latest", "a prompt", "--passages", "2"), "--passages: name the documents"),
+        (("plan", "ingest", "--gpus", "2"), "--gpus 2: ingest neither pretrains nor samples"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(store: Store, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PunaError, match=message):
+        run(store, *words)

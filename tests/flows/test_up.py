@@ -26,6 +26,19 @@ from puna.storage import Artifact, PunaError, Store
 ROOT = Path(__file__).parents[2]
 CONFIG = {"tasks": [{"task": "chain_sum"}], "train": 5, "heldout": 2}
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+OWN = '''
+from puna.stages.contract import StageConfig, StageRun, stage
+
+
+class GreetConfig(StageConfig):
+    """A configuration without fields."""
+
+
+@stage(kind="model")
+def greet(config: GreetConfig, run: StageRun) -> None:
+    """Write a file."""
+    (run.folder / "config.json").write_text("{}")
+'''
 
 
 def until(what: Callable[[], Any], seconds: float = 240.0) -> Any:
@@ -48,7 +61,8 @@ class Up:
         for name in [name for name in environment if name.startswith("PREFECT_")]:
             environment.pop(name)
         self._log = (folder / "log").open("w+")
-        words = [sys.executable, "-m", "puna.flows.cli.main", "up", "--port", "0", "--store", str(self.store.root)]
+        (folder / "greeting.py").write_text(OWN)
+        words = [sys.executable, "-m", "puna.flows.cli.main", "up", "--port", "0", "--store", str(self.store.root), "--module", str(folder / "greeting.py")]
         self.process = subprocess.Popen(words, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
         until(lambda: self.alive() and read_note(self.store.root))
         self.note = read_note(self.store.root) or {}
@@ -98,7 +112,7 @@ class Up:
 
 @pytest.fixture(scope="module")
 def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """Yield a running `puna up`, on a store with some prompts, and three runs started by forms at once; each run is a process that imports
+    """Yield a running `puna up`, on a store with some prompts, and runs started by forms at once; each run is a process that imports
     everything it needs."""
     folder = tmp_path_factory.mktemp("up")
     (prompts,) = made_before(Store.open(folder / "store"))
@@ -109,6 +123,7 @@ def at_work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         "cached": made.start("prompts", config=CONFIG),
         "made": made.start("instructions", prompts=picked),
         "wrong": made.start("instructions", prompts="prompts/0123456789ab"),
+        "own": made.start("greet"),
         "address": made.start("curate", inputs=["simplecache::http://127.0.0.1:9/pages.warc"]),
     }
     yield made
@@ -163,6 +178,11 @@ def test_a_run_from_a_form_is_done_and_shows_what_it_made(at_work: Up) -> None:
         return [name for form in choice.get("anyOf", []) for name in form.get("items", {}).get("enum", [])]
 
     assert until(offered)[0].startswith(f"{made.id} · instructions · ")
+
+
+def test_a_stage_of_a_served_module_runs(at_work: Up) -> None:
+    assert at_work.ended(at_work.asked["own"])["state"]["type"] == "COMPLETED"
+    assert [artifact.kind for artifact in at_work.store.artifacts() if artifact.manifest.stage == "greet"] == ["model"]
 
 
 def test_an_address_in_a_form_of_prefect_is_refused(at_work: Up) -> None:
