@@ -32,7 +32,7 @@ READ, LENGTH = 16, 512  # maximum pieces read from a text, and tokens per piece
 EXPONENTS = 21
 SHRINKS = tuple(1 - i / 20 for i in range(11))  # the shares of a group's range that the search tries
 ROWS = 1024  # maximum tokens whose products are compared
-FIRST = 2.0**-20
+FIRST = 2.0**-20  # minimum scale of a group, so that no number is divided by 0
 
 
 class Packed(NamedTuple):
@@ -84,7 +84,8 @@ def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Pa
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the input divisors [D] that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): a group's R heads share them."""
+    """Return the divisors [D] of the inputs x [T, D] that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): the inputs are G
+    groups of R heads, and the heads of a group share divisors."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, scales = float("inf"), torch.ones_like(size_D)
