@@ -311,7 +311,7 @@ class Engine:
         return Completion(answer.own, answer.logprobs, finished)
 
     def _stops(self, answer: Answer) -> bool:
-        """True if the answer's text contains a stop text. Each call decodes the last token."""
+        """True if the answer's text contains a stop text. Call it once per token: each call appends the last token to the decoded text."""
         assert self.tokenizer is not None
         stream = answer.stream = answer.stream or TextStream(self.tokenizer, context=answer.request.prompt)
         text = answer.tail + stream.add(answer.tokens[-1])
