@@ -147,17 +147,15 @@ def _answer(popen: subprocess.Popen[bytes], patience: float) -> dict[str, Any]:
     """Return an answer. Raise EOFError if the process has ended, TimeoutError after `patience` seconds, LimitError if it is too long."""
     until = time.monotonic() + patience
     (size,) = struct.unpack("<Q", _read(popen.stdout, 8, until))
-    if size > CHARACTERS:
-        raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
     answer: dict[str, Any] = json.loads(_read(popen.stdout, size, until))
     if isinstance(answer.get(BYTES), int):
-        if answer[BYTES] > CHARACTERS:
-            raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
         answer[BYTES] = _read(popen.stdout, answer[BYTES], until)
     return answer
 
 
 def _read(pipe: Any, size: int, until: float) -> bytes:
+    if size > CHARACTERS:
+        raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
     parts, left = list[bytes](), size
     while left:
         if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:

@@ -104,7 +104,7 @@ def check_grammar(grammar: str) -> None:
 
 
 def _compile(grammar: str) -> dict[str, Any]:
-    """Return an error if a grammar does not compile. Its vocabulary is single bytes: a larger one adds little to the cost."""
+    """Return a message under `error` if a grammar does not compile. Single bytes are the vocabulary: a larger one costs little more."""
     from llguidance import LLMatcher, LLTokenizer
 
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokens := LLTokenizer("byte"))

@@ -215,7 +215,7 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 
 def _check_awq(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint's quantization_config cannot be read."""
+    """Raise ValueError if a checkpoint's quantization_config is not supported."""
     values = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
     for name, supported in values.items():
         if settings.get(name) not in supported:

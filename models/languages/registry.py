@@ -136,7 +136,7 @@ def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> Lang
 
 
 class Names(NamedTuple):
-    """Names of languages. `codes`: code of ISO 639 or an identifier → Puna's code; `groups`: language → group of easily confused ones."""
+    """Names of languages. `codes`: ISO 639's or an identifier's code → Puna's; `groups`: language → group of easily confused languages."""
 
     codes: Mapping[str, str]
     groups: Mapping[str, str]

@@ -134,7 +134,7 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """Return the language of a text, by a sample if the text is long. `group`: group number of each language of `voters`; None: shipped."""
+    """Return the language of a text, by a sample if the text is long. `group`: each language's group number; None: the shipped one."""
     return votes([text], group)[0]
 
 

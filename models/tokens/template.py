@@ -68,7 +68,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, except that it refuses names that begin with an underscore: they would lead out of the sandbox."""
+    """Jinja's namespace, except that it refuses names that begin with an underscore: such names lead out of the sandbox."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
