@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from puna.kernels.output_layer import CHUNK_BYTES, CHUNK_BYTES_GPU
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.machine import Machine, matrix_rate, peak_flops
+from puna.models.machine import DTYPES, Machine, Precision, matrix_rate, peak_flops
 from puna.models.parameters import Parameters, matrix_parameters, parameters
 
-__all__ = ["Parameters", "matrix_parameters", "matrix_rate", "parameters", "peak_flops"]
+__all__ = ["Parameters", "Precision", "matrix_parameters", "matrix_rate", "parameters", "peak_flops"]
 
-Precision = Literal["fp32", "bf16"]
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES = {precision: dtype.itemsize for precision, dtype in DTYPES.items()}
 
 
 def seen_keys(lengths: Iterable[int], window: int | None = None) -> int:
@@ -205,25 +203,14 @@ def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision 
     return training_flops(config, lengths) / moved
 
 
-@dataclass(frozen=True)
-class DecodeTime:
-    """Minimum seconds of one decoding step: `operations` for its FLOPs, `memory` for the bytes that it reads; these times may overlap."""
-
-    operations: float
-    memory: float
-
-    @property
-    def total(self) -> float:
-        return max(self.operations, self.memory)
-
-
-def decode_time(config: ModelConfig, answers: int, context: int, machine: Machine, precision: Precision = "fp32") -> DecodeTime:
-    """Return the minimum time (roofline, Williams et al. 2009) of a decoding step that computes token number `context` of each answer's
-    sequence. Weights (of all experts) and each sequence's keys and values are read once; kernel launches are not counted."""
+def decode_time(
+    config: ModelConfig, answers: int, context: int, machine: Machine, precision: Precision = "fp32"
+) -> tuple[float, float]:
+    """Return the minimum seconds of a decoding step for its FLOPs, and for the bytes that it reads; the two may overlap (roofline, Williams
+    et al. 2009). The step computes token number `context` of each of `answers` sequences. Weights (of all experts) and each sequence's keys
+    and values are read once; kernel launches are not counted."""
     counts, matrices = parameters(config), 2 * matrix_parameters(config)
     attention = forward_flops(config, [context]) - forward_flops(config, [context - 1]) - matrices
     weights = ELEMENT_BYTES[precision] * (counts.total - (0 if config.tie_word_embeddings else counts.embedding))
-    return DecodeTime(
-        answers * (matrices / machine.matrix_flops + attention / machine.attention_flops),
-        (weights + answers * cache_bytes(config, context, precision)) / machine.bandwidth,
-    )
+    operations = answers * (matrices / machine.matrix_flops + attention / machine.attention_flops)
+    return operations, (weights + answers * cache_bytes(config, context, precision)) / machine.bandwidth

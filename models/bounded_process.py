@@ -1,4 +1,4 @@
-"""Processes that run untrusted programs within limits of time and memory: chat templates, regular expressions of tokenizers and adapters.
+"""Processes that run untrusted programs within limits of time and memory: chat templates; patterns of tokenizers and adapters.
 
 A process is started once and reused. Requests are pickled: they come from this process. An untrusted program may have written an answer, so
 answers are JSON, with binary data under the key `BYTES`. A user's own programs run in the same way, with the user's environment.
@@ -147,17 +147,15 @@ def _answer(popen: subprocess.Popen[bytes], patience: float) -> dict[str, Any]:
     """Return an answer. Raise EOFError if the process has ended, TimeoutError after `patience` seconds, LimitError if it is too long."""
     until = time.monotonic() + patience
     (size,) = struct.unpack("<Q", _read(popen.stdout, 8, until))
-    if size > CHARACTERS:
-        raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
     answer: dict[str, Any] = json.loads(_read(popen.stdout, size, until))
     if isinstance(answer.get(BYTES), int):
-        if answer[BYTES] > CHARACTERS:
-            raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
         answer[BYTES] = _read(popen.stdout, answer[BYTES], until)
     return answer
 
 
 def _read(pipe: Any, size: int, until: float) -> bytes:
+    if size > CHARACTERS:
+        raise LimitError(f"it writes more than {CHARACTERS >> 20} MB")
     parts, left = list[bytes](), size
     while left:
         if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -171,8 +169,8 @@ def _read(pipe: Any, size: int, until: float) -> bytes:
 
 
 def serve(answer: Callable[[bytes, Any, Any], dict[str, Any]], memory: int = MEMORY, own: bool = False) -> None:
-    """Answer the requests on standard input until the input ends, each within its limits. `memory`: bytes beyond the size at the start.
-    `own`: see `Process`; the function `answer` must then limit the memory itself."""
+    """Answer the requests on standard input with `answer(key, data of the key, request)` until the input ends, each within its limits.
+    `memory`: bytes beyond the size at the start. `own`: see `Process`; `answer` must then limit the memory itself."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     timer = signal.ITIMER_PROF if own else signal.ITIMER_VIRTUAL

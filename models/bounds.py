@@ -79,7 +79,7 @@ def check_adapter(raw: Mapping[str, Any], modules: Sequence[str]) -> None:
     if (start := raw.get("init_lora_weights")) not in STARTS:
         raise ValueError(f"init_lora_weights = {start!r} changes the model's own weights: have PEFT convert the adapters to plain LoRA")
     if unsupported := [name for name in ("layer_replication", "megatron_config") if raw.get(name)]:
-        raise ValueError(f"{unsupported[0]} is not read")
+        raise ValueError(f"{unsupported[0]} is not supported: have PEFT merge the adapter")
     # PEFT may read each of these texts as a regular expression.
     values = [value for name, value in raw.items() if name.endswith(("_pattern", "_modules", "_to_save"))]
     patterns = [str(text) for value in values for text in ([value] if isinstance(value, str) else value or ())]
@@ -104,7 +104,7 @@ def check_grammar(grammar: str) -> None:
 
 
 def _compile(grammar: str) -> dict[str, Any]:
-    """Return an error if a grammar does not compile. Its vocabulary is single bytes: a larger one adds little to the cost."""
+    """Return a message under `error` if a grammar does not compile. Single bytes are the vocabulary: a larger one costs little more."""
     from llguidance import LLMatcher, LLTokenizer
 
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokens := LLTokenizer("byte"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -22,11 +22,11 @@ class RopeScaling(Settings):
 
     rope_type: Literal["linear", "llama3", "yarn"] = Field(description="linear: all frequencies alike; llama3, yarn: long wavelengths only")
     factor: float = Field(ge=1, description="Divisor of the frequencies")
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above the original context / this are stretched in full")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below the original context / this stay")
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above context / low_freq_factor are stretched in full")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below context / high_freq_factor stay")
     beta_fast: float = Field(32.0, gt=0, description="yarn: turns over the original context above which frequencies stay")
     beta_slow: float = Field(1.0, gt=0, description="yarn: turns over the original context below which frequencies are divided in full")
-    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn: context length before stretching, tokens")
+    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3, yarn: the context before stretching, tokens")
 
     @model_validator(mode="after")
     def _factors_in_order(self) -> RopeScaling:
@@ -90,8 +90,8 @@ class Mla(Settings):
     """Multi-head latent attention (DeepSeek-V2): keys and values from one latent vector per token."""
 
     kv_lora_rank: int = Field(ge=1, description="Width of the latent vector of keys and values")
-    qk_nope_head_dim: int = Field(ge=1, description="Width of the part of a key without position")
-    qk_rope_head_dim: int = Field(ge=2, multiple_of=2, description="Width of the part of a key with position, shared by all heads")
+    qk_nope_head_dim: int = Field(ge=1, description="Width of the part of a key that is not rotated")
+    qk_rope_head_dim: int = Field(ge=2, multiple_of=2, description="Width of the rotated part of a key, which all heads share")
     v_head_dim: int = Field(ge=1, description="Width of a value")
     q_lora_rank: int = Field(0, ge=0, description="Width of the queries' latent vector; 0: queries straight from the hidden state")
 
@@ -165,7 +165,7 @@ class ModelShape(Settings):
 
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "puna"]
 # Features that each layout must have, and may have, beyond a plain Llama; `puna` is the layout of all other models.
-LAYOUTS: dict[ModelType, tuple[frozenset[str], frozenset[str]]] = {
+LAYOUTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "llama": (frozenset(), frozenset({"attention_bias"})),
     "mistral": (frozenset(), frozenset({"window"})),
     "qwen2": (frozenset({"qkv_bias"}), frozenset({"window", "window_in_some_layers"})),
@@ -181,7 +181,7 @@ class ModelConfig(ModelShape):
 
     vocab_size: int = Field(ge=1, description="Tokens of the vocabulary")
     max_position_embeddings: int = Field(2048, ge=1, description="Longest context, tokens")
-    reward_pooling: Literal["last", "mean"] = Field("last", description="Where a reward is read: last token of an answer, or mean over all")
+    reward_pooling: Literal["last", "mean"] = Field("last", description="Where an answer's reward is read: its last token, or their mean")
     model_type: str = Field("", description="Layout of a checkpoint; empty: the first family that can hold the model")
 
     @model_validator(mode="after")
@@ -243,7 +243,3 @@ class ModelConfig(ModelShape):
         width = self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
         plain = [self.rope_theta ** (-2 * i / width) for i in range(width // 2)]
         return plain if self.rope_scaling is None else self.rope_scaling.stretch(plain, self.rope_theta)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary for JSON; `ModelConfig(**d)` is the inverse."""
-        return self.model_dump()

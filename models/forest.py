@@ -41,7 +41,7 @@ class Forest:
 
     @staticmethod
     def branch(prompt: Sequence[int] | Tensor, answers: Sequence[Sequence[int] | Tensor]) -> Forest:
-        """Return a forest of a prompt and its answers. An answer sees the prompt and itself. Raise ValueError if any of them is empty.
+        """Return a forest of a prompt and its answers. An answer sees the prompt and itself. Raise ValueError if one of these is empty.
 
         Answer i starts at `len(prompt) + sum(len(a) for a in answers[:i])`.
         """

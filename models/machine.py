@@ -48,7 +48,7 @@ def data_sheet(name: str) -> DataSheet:
     for part, sheet in GPUS.items():
         if part in name:
             return sheet
-    raise ValueError(f"no rates are known for {name!r}; known are {', '.join(GPUS)}")
+    raise ValueError(f"there is no data sheet for the GPU {name!r}; there are data sheets for {', '.join(GPUS)}")
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,6 @@ def free_memory(device: torch.device) -> int:
 
 @cache
 def bf16_pays() -> bool:
-    """True if this CPU multiplies much faster in bf16 than in fp32, as with AVX-512 bf16; with AVX2, bf16 takes 180 times as long."""
+    """True if this CPU multiplies matrices over 1.25 times as fast in bf16 as in fp32. With AVX2, bf16 takes 180 times as long."""
     fast, full = (matrix_rate(256, 0.1, dtype) for dtype in (torch.bfloat16, torch.float32))
     return fast > 1.25 * full

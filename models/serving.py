@@ -30,21 +30,20 @@ class ServingSettings(Settings):
     """Settings for generating a model's answers."""
 
     weights: Weights = Field(
-        "same", description="Format of the layers' matrices: same (as stored), or 8 bits, smaller and less exact (fp8: GPU 8.9 or newer)"
+        "same", description="Format of the layers' matrices: same (as stored), or 8 bits, smaller, less exact (fp8: GPUs 8.9 or newer)"
     )
     engine: Literal["puna", "vllm"] = Field("puna", description="Engine that generates answers: Puna's own, or vLLM's if it is installed")
-    gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that it takes")
+    gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that vLLM takes")
     speculate: int = Field(
-        0, ge=0, le=64, description="Maximum tokens to speculate per step, from a draft model (0: 4) or from the text so far (0: none)"
+        0, ge=0, le=64, description="Maximum tokens to guess per step, by a draft model (0: 4 tokens) or from the text so far (0: none)"
     )
-
     offload: Offload = Field(
         "none", description="Where layers that do not fit into memory stay: disk, or (for a GPU) host memory; none: all layers must fit"
     )
     memory: float | None = Field(
-        None, gt=0, description="GB for the KV cache (null: 1, or half a free GPU); with offload, for weights too (null: most free memory)"
-    )
-
+        None, gt=0, description="GB for the KV cache (null: 1 on a CPU, half of a GPU's free memory); with offload, for weights, too "
+        "(null: most of the free memory)",
+    )  # fmt: skip
     window: int | None = Field(
         None, ge=16, multiple_of=16,
         description="Keep in the KV cache only the first `sinks` and the last tokens of a text: at least this many last tokens, at most a "
@@ -69,7 +68,7 @@ class ServingSettings(Settings):
         if self.engine == "vllm" and self.memory is not None:
             raise ValueError(f"memory {self.memory:g}: vLLM takes the share gpu_memory of the GPU's memory; leave memory out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
-            raise ValueError(f"offload {self.offload}: only Puna's engine streams layers, as stored; set weights same, engine puna")
+            raise ValueError(f"offload {self.offload}: only Puna's engine offloads layers, unquantised; set engine puna, weights same")
         if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
             raise ValueError("engine vllm does not speculate, and quantises only to fp8: speculate must be 0, weights same or fp8")
         return self
@@ -106,7 +105,7 @@ def engine_of(
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
     """Return the engine of a model, with its draft model if there is one; both are quantised in place. `limits`: arguments of `Engine`.
-    `held`: the model under a layout; a pipeline runs it alone: no quantisation, no draft. Raise ValueError if tokenizers differ."""
+    `held`: the model under a layout; with pipeline stages, there is no quantisation and no draft. Raise ValueError if tokenizers differ."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine

@@ -41,7 +41,7 @@ Layer = Callable[[Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor | None]]
 
 
 class OverLatents(ABC):
-    """An `Attend` for latent attention that takes the latents in place of keys and values (`latent.py`)."""
+    """An `Attend` for latent attention that takes the latents in place of keys and values (`generation/latent.py`)."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         raise TypeError(f"layer {layer} has keys and values, no latents")
@@ -52,8 +52,7 @@ class OverLatents(ABC):
 
 
 class Linear(nn.Linear):
-    """A linear layer with weight [outputs, inputs], by default without a bias. Its weights come from a generator or a checkpoint, never
-    from torch's global random generator."""
+    """A linear layer with weight [outputs, inputs], left uninitialised for `Transformer.initialise` or a checkpoint."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -70,7 +69,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding of tokens, with weight [V, D], which torch leaves uninitialised as in `Linear`."""
+    """An embedding of tokens with weight [V, D], which is left uninitialised as in `Linear`."""
 
     def reset_parameters(self) -> None:
         """Do nothing: see `Transformer.initialise`."""
@@ -200,8 +199,8 @@ class Experts(nn.Module):
 class MoeMLP(nn.Module):
     """A feed-forward block that sends each token through its top-k experts and drops no token.
 
-    It also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose the expert) x (the expert's mean
-    router probability). If all experts are used evenly, the loss is k (Fedus et al. 2022, equation 4; every top-k choice counts).
+    A call also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose the expert) x (the expert's
+    mean router probability). If all experts are used evenly, the loss is k (Fedus et al. 2022, equation 4; every top-k choice counts).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -322,7 +321,7 @@ def softcap(logits_NV: Tensor, cap: float | None) -> Tensor:
 
 
 def by_rows(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets: Tensor) -> Tensor:
-    """Return [3, N], in nats: log p of the targets, log-sum-exp of the logits, entropies. The backward pass recomputes the logits."""
+    """Return [3, N], in nats: log p of the targets, log-sum-exp of the logits `head(hidden)`, entropies. Backward recomputes the logits."""
 
     def compute(rows_CD: Tensor, own: Tensor) -> Tensor:
         z_CV = head(rows_CD).to(wide(rows_CD.dtype))
@@ -392,7 +391,7 @@ class Transformer(nn.Module):
         return x_ND
 
     def decode(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the output [N, D] of this process's layers, and of the final norm after the last, for their input x, in generation."""
+        """Return the output [N, D] of this process's layers for their input x, after the final norm if they include the last layer."""
         return self.model(x_ND, positions, attend)
 
     def hidden(self, forest: Forest) -> Tensor:

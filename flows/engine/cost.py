@@ -95,14 +95,15 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
         raise PunaError(f"{model.id}: an answer of {config.max_tokens} tokens to the longest prompt ({longest} tokens) needs {size(each)} "
                         f"of KV cache; there is room for {size(max(0, room))}: lower max_tokens")  # fmt: skip
     # n pipeline stages compute n micro-batches of answers, and each micro-batch reads the weights.
-    step = accounting.decode_time(shape, math.ceil(at_once / layout.pipeline), longest + config.max_tokens, machine, precision)
-    seconds, together = step.total / layout.tensor, at_once * layout.data
+    batch = math.ceil(at_once / layout.pipeline)
+    operations, memory = accounting.decode_time(shape, batch, longest + config.max_tokens, machine, precision)
+    seconds, together = max(operations, memory) / layout.tensor, at_once * layout.data
     reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops / layout.processes
     steps = len(rows) * config.answers / together * config.max_tokens
     return {
         "model": model.id, "device": gpu or "this CPU", "layout": str(layout), "prompts": len(rows), "mean_prompt_tokens": mean,
         "longest_prompt_tokens": longest, "answers": len(rows) * config.answers, "weight_bytes": weights, "cache_bytes_per_token": token,
-        "cache_bytes": at_once * each, "answers_at_once": together, "bound_by": "memory" if step.memory > step.operations else "operations",
+        "cache_bytes": at_once * each, "answers_at_once": together, "bound_by": "memory" if memory > operations else "operations",
         "most_tokens_per_second": together / seconds, "least_step_seconds": seconds, "least_prompt_seconds": reading,
         "least_seconds": reading + steps * seconds,
     }  # fmt: skip

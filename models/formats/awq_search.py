@@ -32,7 +32,7 @@ READ, LENGTH = 16, 512  # maximum pieces read from a text, and tokens per piece
 EXPONENTS = 21
 SHRINKS = tuple(1 - i / 20 for i in range(11))  # the shares of a group's range that the search tries
 ROWS = 1024  # maximum tokens whose products are compared
-FIRST = 2.0**-20
+FIRST = 2.0**-20  # minimum scale of a group, so that no number is divided by 0
 
 
 class Packed(NamedTuple):
@@ -84,7 +84,8 @@ def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Pa
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the input divisors [D] that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): a group's R heads share them."""
+    """Return the divisors [D] of the inputs x [T, D] that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): the inputs are G
+    groups of R heads, and the heads of a group share divisors."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
     best, scales = float("inf"), torch.ones_like(size_D)
@@ -139,8 +140,7 @@ def pack_layers(model: Transformer, rows: Sequence[Sequence[int]], search: bool 
     """Return the layers' packed matrices by name; the model's norms and matrices are changed in place to match. rows: token ids of
     calibration texts, similar to the model's future input. `search=False` only rounds to nearest. Raise ValueError as `group_of` does."""
     group, matrices = group_of(model), dict[str, Packed]()
-    for number, (block, inputs_of) in enumerate(_layers(model, rows)):
-        linears = {name: module for name, module in block.named_modules() if isinstance(module, Linear)}
+    for number, (block, linears, inputs_of) in enumerate(_layers(model, rows)):
         heads = (model.config.num_key_value_heads, model.config.num_attention_heads // model.config.num_key_value_heads)
         made_by: dict[nn.Module, tuple[str, ...]] = {
             block.input_layernorm: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -170,8 +170,8 @@ def _divide(module: Any, s_N: Tensor) -> None:
             parameter /= s_N if parameter.ndim == 1 else s_N[:, None]
 
 
-def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-    """Yield each layer with its matrices' inputs by name, [T, D] for up to `ROWS` tokens, computed before the caller changes the layer."""
+def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple[Any, dict[str, Linear], dict[str, Tensor]]]:
+    """Yield each layer, its matrices by name, and their inputs [T, D] of up to `ROWS` tokens, before the caller changes the layer."""
     forest = Forest.pack([list(row) for row in rows])
     attend, x_TD = forest_attend(model.config, forest.mask), model.model.embed_tokens(forest.tokens)
     cos, sin = rotary_table(model.config, forest.positions, x_TD.dtype)
@@ -188,4 +188,4 @@ def _layers(model: Transformer, rows: Sequence[Sequence[int]]) -> Iterator[tuple
         x_TD, _ = block(x_TD, cos, sin, attend)
         for hook in hooks:
             hook.remove()
-        yield block, inputs_of
+        yield block, linears, inputs_of

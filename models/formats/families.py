@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from puna.models.bounds import check_numbers
-from puna.models.config import Mla, ModelConfig, ModelType, RopeScaling
+from puna.models.config import LAYOUTS, Mla, ModelConfig, ModelType, RopeScaling
 from puna.models.settings import problems
 
 MODEL_TYPES = get_args(ModelType)
@@ -51,9 +51,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     values = {"num_key_value_heads": raw.get("num_attention_heads"), **raw, "model_type": kind}
     values |= _rope(raw)
     if kind != "puna":
-        both = bool(raw.get("attention_bias")) and kind in ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
-        values |= _window(raw, kind) | _experts(raw, kind) | _latent(raw, kind) | {"qkv_bias": both or kind == "qwen2", "o_bias": both}
-        values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "parallel_block": False}
+        must, may = LAYOUTS[kind]
+        both = bool(raw.get("attention_bias")) and "attention_bias" in may
+        values |= _window(raw, kind) | _experts(raw, kind) | _latent(raw, kind) | {"qkv_bias": both or "qkv_bias" in must, "o_bias": both}
+        values |= {"qk_norm": "qk_norm" in must, "parallel_block": False}
     settings = {name: values[name] for name in fields if values.get(name) is not None}
     if missing := [name for name, field in fields.items() if field.is_required() and name not in settings]:
         raise ValueError(f"missing {', '.join(missing)}")
@@ -130,7 +131,7 @@ def _latent(raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def hub_config(config: ModelConfig) -> dict[str, Any]:
     """Return the configuration under its family's own field names; `parse_config` is the inverse."""
-    raw = config.to_dict()
+    raw = config.model_dump()
     nested = {name: raw.pop(name) for name in ("rope_scaling", "moe", "mla")}
     if config.reward_pooling == "last":  # the default, which other programs assume
         del raw["reward_pooling"]
@@ -139,7 +140,7 @@ def hub_config(config: ModelConfig) -> dict[str, Any]:
     for name in ("sliding_window", "sliding_layers", "qkv_bias", "o_bias", "qk_norm", "parallel_block"):
         del raw[name]
     raw |= {"hidden_act": "silu", "rope_parameters": _rope_parameters(config)}
-    if config.model_type in ("llama", "qwen3", "qwen3_moe", "deepseek_v3"):
+    if "attention_bias" in LAYOUTS[config.model_type][1]:
         raw["attention_bias"] = config.o_bias
     if config.model_type == "llama":
         raw["mlp_bias"] = False
@@ -214,7 +215,7 @@ def from_disk(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 
 def _check_awq(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint's quantization_config cannot be read."""
+    """Raise ValueError if a checkpoint's quantization_config is not supported."""
     values = {"quant_method": ("awq",), "bits": (4, None), "version": ("gemm", "GEMM", None), "zero_point": (True, None)}
     for name, supported in values.items():
         if settings.get(name) not in supported:

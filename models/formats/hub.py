@@ -28,7 +28,7 @@ from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transf
 
 
 class PunaConfig(PreTrainedConfig):
-    """The configuration of models of no family (`model_type` puna). For other models, both methods return the family's configuration."""
+    """The configuration of models that fit no family (`model_type` puna). Both methods return the family's class for other models."""
 
     model_type = "puna"
 
@@ -90,7 +90,7 @@ class PunaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_transformer(cls, model: Transformer, **options: Any) -> Self:
-        """Wrap `model`, sharing its weights even in training. Raise ValueError for another head. `options`: configuration fields."""
+        """Return a model that shares the weights of `model`. Raise ValueError if the heads differ. `options`: configuration fields."""
         if model.head != cls.head:
             raise ValueError(f"{cls.__name__} needs a model with a {cls.head!r} head, not {model.head!r}")
         if cls.head == "scalar":

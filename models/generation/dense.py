@@ -33,10 +33,8 @@ WEIGHTS = {
 }
 
 Layers = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
-PLAIN = {WEIGHTS[name] for name in PROJECTIONS}
-SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in ("q", "scale")}
-
-
+PLAIN = {WEIGHTS[name] for name in PROJECTIONS}  # names of a block's matrices
+SMALL = {f"{place.removesuffix('weight')}{part}" for place in PLAIN for part in ("q", "scale")}  # the same, in 8 bits
 Pass = Callable[[Tensor, Layers, PagedPlan, Sequence[int | None]], Tensor]
 """A forward pass: (embedded tokens, each layer's pages, plan, each layer's window) → hidden states."""
 
@@ -58,8 +56,7 @@ class Loops:
 
 
 def loops(model: Transformer) -> Pass | None:
-    """Return the model's forward pass by compiled loops, or None if loops cannot compute the model (see `fits`). For an offloaded model,
-    return the pass that `offload.py` gave it."""
+    """Return the pass that `memory/offload.py` gave the model, else its pass by compiled loops; None if loops cannot compute it."""
     own: Pass | None = getattr(model.model, "by_loops", None)
     if own is not None:
         return own

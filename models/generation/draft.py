@@ -71,8 +71,8 @@ class DraftedEngine(Engine):
     def _follow(self, answers: Sequence[Answer], due: Sequence[Sequence[int]]) -> Tensor:
         """Run the draft on each answer's `due` tokens; return the hidden state of each answer's last due token [B, D]."""
         work = [Stretch(answer.pages, answer.drafted, tokens) for answer, tokens in zip(answers, due, strict=True)]
-        weight = self.draft.model.embed_tokens.weight
-        with exact_passes(weight.dtype, weight.device, False):
+        device, dtype = self.draft.place
+        with exact_passes(dtype, device, False):
             hidden_ND = run(self.draft, self.caches[1], work, self._loops[1])
         for answer, tokens in zip(answers, due, strict=True):
             answer.drafted += len(tokens)

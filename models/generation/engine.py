@@ -78,7 +78,7 @@ class Completion(NamedTuple):
 
     @property
     def mask(self) -> list[bool]:
-        """Return a mask of the tokens, True for tokens that the model wrote."""
+        """Return a flag per token: True if the model wrote the token."""
         mask = [True] * len(self.tokens)
         for begin, end, _ in self.replies:
             mask[begin:end] = [False] * (end - begin)
@@ -161,7 +161,7 @@ class Engine:
         return [[row[number] for number in sorted(row)] for row in completions.values()]
 
     def room(self, prompt: int, wanted: int) -> int:
-        """Return how many of `wanted` tokens fit into the model's context after `prompt` tokens; all if the engine has a window."""
+        """Return how many of `wanted` tokens fit into the model's context after `prompt` tokens; all of them if the engine has a window."""
         return wanted if self.kept is not None else min(wanted, max(0, self.model.config.max_position_embeddings - prompt))
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Event, None, None]:
@@ -311,7 +311,7 @@ class Engine:
         return Completion(answer.own, answer.logprobs, finished)
 
     def _stops(self, answer: Answer) -> bool:
-        """True if the answer's text contains a stop text. Each call decodes the last token."""
+        """True if the answer's text contains a stop text. Call it once per token: each call appends the last token to the decoded text."""
         assert self.tokenizer is not None
         stream = answer.stream = answer.stream or TextStream(self.tokenizer, context=answer.request.prompt)
         text = answer.tail + stream.add(answer.tokens[-1])

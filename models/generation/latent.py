@@ -92,7 +92,7 @@ class LatentPages(OverLatents):
         return torch.from_numpy(pages.astype(np.int64)).to(plan.device), moved
 
     def _absorbing(self, layer: LatentAttention) -> bool:
-        """True if the absorbed method takes fewer multiplications than spelling out keys and values, over the same query-key pairs."""
+        """True if the absorbed method takes fewer multiplications than the method that spells out keys and values."""
         mla, (pairs, tokens) = layer.mla, self._sizes
         wider = 2 * mla.kv_lora_rank - mla.qk_nope_head_dim - mla.v_head_dim
         grow = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)

@@ -48,8 +48,8 @@ class Drawn(NamedTuple):
 
 
 def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {}) -> Drawn:
-    """Draw one token per row by the inverse of the cumulative distribution at the row's `uniform`, or take the token from `settled`. Only
-    the row itself fails if its logits have a NaN or no finite entry, or its biases, penalties or mask leave nothing to draw from."""
+    """Draw one token per row by the inverse of the cumulative distribution at the row's `uniform`; a row in `settled` gets its token from
+    there. A row fails alone if its logits have a NaN or no finite entry, or if its biases, penalties or mask leave nothing to draw from."""
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], dtype=wide(logits_SV.dtype))
     uniforms = torch.tensor([row.uniform if row.params.temperature else LIKELIEST for row in rows], dtype=torch.float64)
     tokens, lse = token_draw(logits_SV, scale, uniforms)
@@ -60,8 +60,12 @@ def draw(logits_SV: Tensor, rows: Sequence[Draw], settled: Mapping[int, int] = {
         if changed:
             z_SV = logits_SV[torch.tensor(changed, device=logits_SV.device)]
             errors |= {changed[i]: error for i, error in shift_rows(z_SV, [rows[i] for i in changed], scale[changed]).items()}
-            arguments = (z_SV, scale[changed], uniforms[changed])
-            tokens[changed] = cut_draw(*arguments, [rows[i].params for i in changed]) if cuts else token_draw(*arguments)[0]
+            if cuts:
+                p_SV = torch.softmax(z_SV * scale[changed].to(z_SV)[:, None], -1)
+                kept_SN, order_SN = _likeliest(p_SV, [rows[i].params for i in changed])
+                tokens[changed] = order_SN.gather(1, invert(kept_SN, uniforms[changed].to(z_SV.device))[:, None])[:, 0]
+            else:
+                tokens[changed] = token_draw(z_SV, scale[changed], uniforms[changed])[0]
     for row, token in settled.items():
         tokens[row] = token
     logprobs = logits_SV.gather(1, tokens[:, None])[:, 0] * scale.to(logits_SV.device) - lse
@@ -113,15 +117,8 @@ def shift(z_V: Tensor, row: Draw) -> None:
             raise RowError(f"the mask allows no token after {list(row.answer[-8:])}")
 
 
-def cut_draw(z_SV: Tensor, scale: Tensor, uniforms: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
-    """Return [S] int64: tokens drawn from softmax(z * scale) after top-k, top-p and min-p, by the inverse cumulative distribution.
-    `scale` and `uniforms` (in [0, 1)) are [S], on any device."""
-    kept_SN, order_SN = _likeliest(torch.softmax(z_SV * scale.to(z_SV)[:, None], -1), cuts)
-    return order_SN.gather(1, invert(kept_SN, uniforms.to(z_SV.device))[:, None])[:, 0]
-
-
 def cut(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
-    """Return p_SV limited to each row's top-k, top-p and min-p tokens and renormalised, in p_SV's dtype."""
+    """Return the probabilities p_SV with all but each row's top-k, top-p and min-p tokens set to 0, renormalised, in p_SV's dtype."""
     kept_SN, order_SN = _likeliest(p_SV, cuts)
     whole = kept_SN.sum(-1, keepdim=True)
     return torch.zeros_like(p_SV).scatter_(1, order_SN, (kept_SN / whole).to(p_SV))

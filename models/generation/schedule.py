@@ -26,8 +26,8 @@ from puna.models.tokens.tokenizer import TextStream
 
 UNIFORMS = 256  # random numbers that are drawn together
 SIZES = (3, 2)  # lengths of the n-grams that a lookup searches for, the longest first
-LONGEST_REST = 4
-UNKNOWN = -1
+LONGEST_REST = 4  # maximum steps without guesses after wrong guesses
+UNKNOWN = -1  # stands for a token that a draft will guess
 Hidden = tuple[Tensor, int]  # hidden states [N, D] of a step, and the row of an answer's last token; the rows of its guesses follow
 
 
@@ -91,8 +91,8 @@ class Answer:
     room: int = 0  # number of tokens for which `pages` are known to be unshared
     hidden: Hidden | None = None  # the hidden state of the last token, once computed
     count: int = 0  # number of the next tokens that this step computes
-    guess: list[int] = field(default_factory=list)  # guesses of the tokens after these, computed in the same step
-    pace: Pace | None = None  # the number of guesses
+    guess: list[int] = field(default_factory=list)  # guesses of the tokens after those `count`, computed in the same step
+    pace: Pace | None = None  # chooses the number of guesses
     drafted: int = 1 << 62  # number of computed tokens that a draft has computed, too
     logprobs: list[float] = field(default_factory=list)
     stream: TextStream | None = None  # the decoder of the answer, if it has stop texts
@@ -137,7 +137,7 @@ class Request:
 
 
 class Scheduler:
-    """Waiting requests, running answers, and their pages. `drafted`: guesses come from a draft. `kept`: limits of a sequence's cache."""
+    """Waiting requests, running answers, and their pages. `drafted`: guesses come from a draft. `kept`: tokens that the cache keeps."""
 
     def __init__(self, pool: PagePool, sequences: int, step_tokens: int, drafted: bool = False, kept: Kept | None = None) -> None:
         self.pool, self.sequences, self.step_tokens, self.drafted, self.kept = pool, sequences, step_tokens, drafted, kept
@@ -225,7 +225,7 @@ class Scheduler:
         for answer in self.running[::-1]:
             self._pause(answer)
         for request in self.waiting:
-            self._fell(request)
+            self._drop_trunk(request)
         self.copies, self.turns = [], {}
         self.pool.forget()
 
@@ -233,7 +233,7 @@ class Scheduler:
         """End a request, whether its answers wait, run or are paused."""
         if request in self.waiting:
             self.waiting.remove(request)
-        self._fell(request)
+        self._drop_trunk(request)
         for place in (self.running, self.paused):
             for answer in [answer for answer in place if answer.request is request]:
                 place.remove(answer)
@@ -265,10 +265,10 @@ class Scheduler:
         request.begun += 1
         if request.begun == request.params.n:
             self.waiting.remove(request)
-            self._fell(request)
+            self._drop_trunk(request)
         return answer
 
-    def _fell(self, request: Request) -> None:
+    def _drop_trunk(self, request: Request) -> None:
         if request.trunk is not None:
             self.pool.release(request.trunk[0])
             request.trunk = None
@@ -291,7 +291,7 @@ class Scheduler:
                     self._pause(self.running[-1])
                 else:  # alone, and a whole answer fits: prompts kept for later answers hold the missing pages
                     for request in self.waiting:
-                        self._fell(request)
+                        self._drop_trunk(request)
         return False
 
     def _guess(self, answer: Answer, most: int) -> list[int]:

@@ -33,8 +33,8 @@ class Score(NamedTuple):
 
 
 class Scoring:
-    """Prompts to be scored; `scores[i]` holds a Score per token of prompt i after the last `step`. top: number of likeliest tokens per
-    place. temperature: the divisor of the logits. `step` raises RowError if logits are not finite."""
+    """Prompts to be scored. After the last `step`, `scores[i]` holds a Score per token of prompt i. top: number of likeliest tokens in a
+    Score. temperature: the divisor of the logits. `step` raises RowError if logits are not finite."""
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], top: int = 0, temperature: float = 1.0) -> None:
         self.engine, self.prompts, self.top, self.temperature = engine, prompts, top, temperature
@@ -43,8 +43,8 @@ class Scoring:
 
     def step(self) -> bool:
         """Compute the next pass and return False; if all prompts are already scored, only return True."""
-        weight = self.engine.model.model.embed_tokens.weight
-        with torch.inference_mode(), exact_passes(weight.dtype, weight.device, self.engine.exact):
+        device, dtype = self.engine.model.place
+        with torch.inference_mode(), exact_passes(dtype, device, self.engine.exact):
             return next(self._passes, True)
 
     def _run(self) -> Iterator[bool]:
@@ -96,16 +96,14 @@ class Scoring:
                     self.scores[due[k][0]] += self._score(states[k][begin - 1 : -1], parts[k][begin - at :])
                 yield False
 
-    def _score(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
-        """Return the scores of tokens [N] after hidden states [N, D], a block of logits at a time."""
-        blocks = (slice(first, first + BLOCK) for first in range(0, len(tokens), BLOCK))
-        return [score for block in blocks for score in self._block(hidden_ND[block], tokens[block])]
-
-    def _block(self, hidden_ND: Tensor, tokens: list[int]) -> list[Score]:
-        logprobs_NV = torch.log_softmax(self.engine.model.logits(hidden_ND).float() / self.temperature, -1)
-        chosen_N = logprobs_NV.gather(1, torch.tensor(tokens, device=logprobs_NV.device)[:, None])[:, 0]
-        if not chosen_N.isfinite().all():
-            raise RowError(DIVERGED, asked=False)
-        values_NK, tokens_NK = logprobs_NV.topk(min(self.top, logprobs_NV.shape[1]))
-        tops = [list(zip(*row, strict=True)) for row in zip(tokens_NK.tolist(), values_NK.tolist(), strict=True)]
-        return [Score(*row) for row in zip(chosen_N.tolist(), tops, strict=True)]
+    def _score(self, hidden_ND: Tensor, tokens: list[int]) -> Iterator[Score]:
+        """Yield the scores of tokens [N] after hidden states [N, D], computed a block of logits at a time."""
+        for first in range(0, len(tokens), BLOCK):
+            block = slice(first, first + BLOCK)
+            logprobs_NV = torch.log_softmax(self.engine.model.logits(hidden_ND[block]).float() / self.temperature, -1)
+            chosen_N = logprobs_NV.gather(1, torch.tensor(tokens[block], device=logprobs_NV.device)[:, None])[:, 0]
+            if not chosen_N.isfinite().all():
+                raise RowError(DIVERGED, asked=False)
+            values_NK, tokens_NK = logprobs_NV.topk(min(self.top, logprobs_NV.shape[1]))
+            tops = [list(zip(*row, strict=True)) for row in zip(tokens_NK.tolist(), values_NK.tolist(), strict=True)]
+            yield from map(Score, chosen_N.tolist(), tops)

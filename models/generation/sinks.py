@@ -59,8 +59,8 @@ class Kept:
 
 
 def kept_tokens(config: ModelConfig, sinks: int, window: int | None, whole: bool) -> Kept | None:
-    """Return the limits of the tokens that an engine's cache keeps; None: it keeps all. `whole`: exact passes or a draft need every token.
-    Raise ValueError if the settings conflict or do not suit the model."""
+    """Return the limits of the tokens that an engine's cache keeps, or None if it keeps all. `whole`: exact passes or a draft need all
+    tokens. Raise ValueError if the settings conflict or do not suit the model."""
     if window is None:
         if sinks:
             raise ValueError(f"sinks = {sinks}: sinks are kept only with a window; set a window, or leave sinks out")

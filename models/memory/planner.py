@@ -34,23 +34,24 @@ EXPOSED = 0.25  # share of the shorter of loading and computing that does not ov
 
 @dataclass(frozen=True)
 class Rates:
-    """The machine's rates with this model, per second. `bringing`: bytes loaded of streamed layers; `bandwidth`: bytes of weights read in a
-    pass over one token; `flops`: floating-point operations in a pass over many tokens."""
+    """The machine's rates with this model, per second. `loading`: bytes of streamed layers; `bandwidth`: bytes of weights that a pass over
+    one token reads from memory; `flops`: floating-point operations of a pass over many tokens."""
 
-    bringing: float
+    loading: float
     bandwidth: float
     flops: float
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes in bytes. `rest`: weights outside the layers; `brought`: read per streamed layer; `beside`: streaming buffers."""
+    """A model's sizes in bytes. `element`: of a number; `layer`: of a layer's weights; `rest`: of the weights outside the layers; `loaded`:
+    read per streamed layer; `beside`: of the streaming buffers."""
 
     config: ModelConfig
     element: int
     layer: int
     rest: int
-    brought: int
+    loaded: int
     beside: int
     token: int  # keys and values of a token, the draft model's included
 
@@ -81,7 +82,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A generation plan with its speed. Each pass loads `streamed` of `layers` layers. `pages`: KV cache bytes; `memory`: total bytes."""
+    """A generation plan with its speed. Each pass loads `streamed` of `layers` layers. `pages`: KV cache bytes; `memory`: all
+    bytes; `bound`: the bottleneck of a step."""
 
     streamed: int
     layers: int
@@ -145,7 +147,7 @@ def _plans(shape: Shape, memory: int, rates: Rates, work: Work, step_tokens: int
 def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context: int, drawn: int) -> tuple[float, str]:
     """Return a pass's seconds and bottleneck. Each of the `tokens` tokens has `context` tokens before it; `drawn` tokens get logits."""
     config = shape.config
-    bringing = streamed * shape.brought / rates.bringing
+    loading = streamed * shape.loaded / rates.loading
     head = config.vocab_size * config.hidden_size
     matrices = 2 * (matrix_parameters(config) - head) * tokens
     attention = forward_flops(config, [context + 1]) - forward_flops(config, [context]) - 2 * matrix_parameters(config)
@@ -153,7 +155,7 @@ def pass_seconds(shape: Shape, rates: Rates, streamed: int, tokens: int, context
     reading = (weights + (head * shape.element if drawn else 0) + (shape.kv_bytes(context) * drawn)) / rates.bandwidth
     multiplying = (matrices + attention * tokens + 2 * head * drawn) / rates.flops
     computing, bound = max((reading, "reading weights"), (multiplying, "products"))
-    return max(bringing, computing) + EXPOSED * min(bringing, computing), "bringing layers" if bringing > computing else bound
+    return max(loading, computing) + EXPOSED * min(loading, computing), "loading layers" if loading > computing else bound
 
 
 def measure(source: Source, level: Level, device: torch.device) -> Rates:
@@ -166,9 +168,9 @@ def measure(source: Source, level: Level, device: torch.device) -> Rates:
     if device.type == "cuda":
         pinned = {name: p.detach().cpu().pin_memory() for name, p in shell.block.named_parameters()}
         copying = _seconds(lambda: [tensor.to(device, non_blocking=True) for tensor in pinned.values()], device)
-        layer_rates = replace(layer_rates, bringing=source.read_bytes / copying)
+        layer_rates = replace(layer_rates, loading=source.read_bytes / copying)
     if level == "disk":
-        layer_rates = replace(layer_rates, bringing=min(layer_rates.bringing, _disk_rate(source)))
+        layer_rates = replace(layer_rates, loading=min(layer_rates.loading, _disk_rate(source)))
     return layer_rates
 
 

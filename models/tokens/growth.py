@@ -49,10 +49,10 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
 
 
 def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transformer:
-    """Return a copy of `model` with rows for tokens that `new` adds (else `model`). Raise ValueError if `new` changes tokens or merges.
+    """Return a copy of `model` with rows for the tokens that `new` adds, or `model` if there are none.
 
     A new row is the mean of the old rows of the tokens that encode the new token's text; of all old rows if no token does (Hewitt 2021).
-    Old rows, and so the logits of old tokens, do not change.
+    Old rows, and so the logits of old tokens, do not change. Raise ValueError if `new` changes old tokens or merges.
     """
     import torch
 

@@ -68,7 +68,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, except that it refuses names that begin with an underscore: they would lead out of the sandbox."""
+    """Jinja's namespace, except that it refuses names that begin with an underscore: such names lead out of the sandbox."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
@@ -240,5 +240,5 @@ def _as_text(arguments: Any) -> Any:
 
 
 def unescaped(arguments: Any) -> Any:
-    """Return a tool call's arguments in JSON text with escapes spelled out, which may hide special tokens; others unchanged."""
+    """Return JSON text of a tool call's arguments without escapes, which may hide special tokens; return other values unchanged."""
     return _as_text(_as_object(arguments)) if isinstance(arguments, str) and "\\" in arguments else arguments

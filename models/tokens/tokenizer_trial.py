@@ -96,7 +96,7 @@ class Trial:
         return None if why is None else Trial({name: steps.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}, why)
 
     def check(self, text: str = "", markup: bool = False) -> None:
-        """Raise ValueError if the steps fail on a text, or take too much time or memory. `markup`: read its special tokens as such."""
+        """Raise ValueError if the steps fail on a text, or take too much time or memory. `markup`: read special tokens."""
         try:
             answer = _process.ask((text, markup), self._key, self._given, SECONDS + len(text) / 1e6)
         except LimitError as error:

@@ -180,7 +180,7 @@ class Vocabulary:
         return None
 
     def special_in(self, value: Any) -> str | None:
-        """Return the first special token written in a string, a list, or a dict's keys, values and JSON `arguments`; None without one."""
+        """Return the first special token written in a string, a list, or a dict's keys, values and JSON `arguments`, or None."""
         if isinstance(value, str):
             match = self._special_pattern.search(value)
             return None if match is None else match.group().strip()
@@ -190,8 +190,8 @@ class Vocabulary:
         return next((token for item in values if (token := self.special_in(item)) is not None), None)
 
     def guard(self, value: Any) -> tuple[Any, str | None]:
-        """Return `value` with a mark inside each special token that its strings write out, and the mark (None: it was not needed).
-        Raise ValueError if the strings hold every possible mark."""
+        """Return `value` with a mark inside each special token that its strings write out, and the mark (None: not needed). Raise
+        ValueError if the strings hold every possible mark."""
         if self.special_in(value) is None:
             return value, None
         text = json.dumps(value, ensure_ascii=False, default=str)

@@ -47,7 +47,7 @@ def twin(ours: Transformer) -> Any:
     """Return transformers' model with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    raw = SHAPE.to_dict()
+    raw = SHAPE.model_dump()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     shape = {name: raw[name] for name in (*names, "head_dim", "max_position_embeddings")}
     found = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa", bos_token_id=None, eos_token_id=None, pad_token_id=0))

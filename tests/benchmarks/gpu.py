@@ -147,7 +147,7 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
     except ImportError:
         print("# transformers is not installed: no peer for training and generation", flush=True)
         return None
-    raw = config.to_dict()
+    raw = config.model_dump()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     names += ("head_dim", "max_position_embeddings", "tie_word_embeddings")
     return LlamaForCausalLM(LlamaConfig(**{name: raw[name] for name in names}, attn_implementation="sdpa")).to(device)

@@ -56,7 +56,7 @@ def theirs() -> Callable[[int], None]:
     """Return a function that runs the same step with transformers' LlamaForCausalLM (SDPA attention), written as its users would."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    raw = SHAPE.to_dict()
+    raw = SHAPE.model_dump()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "max_position_embeddings")
     config = LlamaConfig(**{name: raw[name] for name in names}, use_cache=False, attn_implementation="sdpa")

@@ -63,7 +63,7 @@ def test_the_plan_is_the_sum_of_its_phases():
     adamw = costs(load("demo", ["pretrain.optimizer.name=adamw"], "pretrain"), "H100", 1)  # Muon keeps 4 bytes less per parameter
     assert adamw["state_bytes"] - found["state_bytes"] == 4 * adamw["parameters"]
     assert adamw["phases"][0]["peak_bytes"] - found["phases"][0]["peak_bytes"] == 4 * adamw["parameters"]
-    with pytest.raises(PunaError, match="no rates are known for 'TPU'"):
+    with pytest.raises(PunaError, match="there is no data sheet for the GPU 'TPU'"):
         costs(recipe, "TPU", 1)
     with pytest.raises(PunaError, match="--gpus needs --gpu"):
         costs(recipe, None, 2)

@@ -99,7 +99,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_and_operations_of_every_variant(name: str) -> None:
     """Parameters are compared with the model's; matrix products are counted as they run, expert by expert; pairs come from the mask."""
-    config = ModelConfig(**{**small().to_dict(), "model_type": "", **VARIANTS[name], "head_dim": 0})
+    config = ModelConfig(**{**small().model_dump(), "model_type": "", **VARIANTS[name], "head_dim": 0})
     model = Transformer(config, seed=0)
     assert accounting.parameters(config).total == sum(p.numel() for p in model.parameters())
     forest = Forest.branch(list(range(20)), [list(range(9)), list(range(4))])
@@ -187,7 +187,7 @@ def test_step_time_and_intensity_by_hand() -> None:
     values = [accounting.intensity(config, [n]) for n in (1, 10, 100, 10_000)]
     assert values == sorted(values)
     assert Machine.gpu("NVIDIA H100 80GB HBM3").matrix_flops == pytest.approx(0.75 * 989e12)
-    with pytest.raises(ValueError, match="no rates are known for 'TPU'"):
+    with pytest.raises(ValueError, match="there is no data sheet for the GPU 'TPU'"):
         Machine.gpu("TPU")
 
 

@@ -19,7 +19,7 @@ TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 
 def build(head="lm", **changes):
-    config = ModelConfig(**{**CONFIG.to_dict(), **changes})
+    config = ModelConfig(**{**CONFIG.model_dump(), **changes})
     return Transformer(config, head, seed=0)
 
 
@@ -69,7 +69,7 @@ def test_we_read_what_transformers_writes_sharded(tmp_path, dtype):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    raw = CONFIG.to_dict()
+    raw = CONFIG.model_dump()
     rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
     theirs = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope)).to(dtype)
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -148,7 +148,7 @@ def test_equal_prompts_draw_different_answers(model):
 def test_greedy_equals_transformers(model):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    raw = CONFIG.to_dict()
+    raw = CONFIG.model_dump()
     rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
     twin = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=0))
     twin.load_state_dict(model.state_dict())
@@ -541,7 +541,7 @@ def test_bad_requests_are_refused(model):
     with pytest.raises(ValueError, match="needs a language-model head"):
         Engine(Transformer(CONFIG, "scalar"))
     with pytest.raises(ValueError, match="over the model's 83 tokens"):
-        DraftedEngine(model, Transformer(ModelConfig(**{**CONFIG.to_dict(), "vocab_size": 84})))
+        DraftedEngine(model, Transformer(ModelConfig(**{**CONFIG.model_dump(), "vocab_size": 84})))
     with pytest.raises(ValueError, match="needs 7 pages of 16 tokens, the cache has 3"):
         Engine(model, memory=pages(model, 3)).generate([[1] * 90], SamplingParams(max_tokens=10, stop=NEVER))
     with pytest.raises(ValueError, match="exact passes need fp32"):
@@ -596,7 +596,7 @@ def test_weights_that_change_midway_are_seen_by_what_runs():
 @pytest.mark.parametrize("also", [{"qkv_bias": True, "o_bias": True, "qk_norm": True, "head_dim": 12}, {"sliding_window": 5, "sliding_layers": (1,)}])
 def test_layers_by_loops_have_the_bits_of_the_models(also):
     """Exact answers from a few compiled loops per layer equal those from the model's own operators, which training uses."""
-    config = ModelConfig(**{**CONFIG.to_dict(), "head_dim": 0, **also, "model_type": ""})
+    config = ModelConfig(**{**CONFIG.model_dump(), "head_dim": 0, **also, "model_type": ""})
     model = Transformer(config, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -611,5 +611,5 @@ def test_layers_by_loops_have_the_bits_of_the_models(also):
 
 def test_layers_by_loops_serve_dense_models_in_fp32(model):
     assert loops(Transformer(CONFIG).double()) is None
-    experts = ModelConfig(**{**CONFIG.to_dict(), "moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}, "model_type": ""})
+    experts = ModelConfig(**{**CONFIG.model_dump(), "moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}, "model_type": ""})
     assert loops(Transformer(experts)) is None and loops(model) is not None

@@ -15,7 +15,7 @@ CONFIG = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hi
 
 
 def build(head="lm", **changes):
-    config = ModelConfig(**{**CONFIG.to_dict(), **changes})
+    config = ModelConfig(**{**CONFIG.model_dump(), **changes})
     return Transformer(config, head, seed=0)
 
 
@@ -29,7 +29,7 @@ def wrap(model, **options):
 def llama(model):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    raw = model.config.to_dict()
+    raw = model.config.model_dump()
     rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
     twin = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope))
     twin.load_state_dict(model.state_dict())

@@ -16,7 +16,7 @@ from puna.models.transformer import Transformer
 CONFIG = ModelConfig(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=10, num_attention_heads=4, num_key_value_heads=4)
 LAYER, REST = 100_000_000, 50_000_000
 SHAPE = Shape(CONFIG, 4, LAYER, REST, LAYER, 2 * LAYER, 100_000)
-FAST = Rates(bringing=1e9, bandwidth=20e9, flops=1e15)
+FAST = Rates(loading=1e9, bandwidth=20e9, flops=1e15)
 
 
 def kept(tokens):
@@ -29,7 +29,7 @@ def test_one_answer_leaves_all_the_memory_to_layers():
     at 100 ms each; a token takes half a second, plus a quarter of the reading time, and the prompt takes one more pass."""
     plan = choose(SHAPE, 850_000_000, FAST, Work(64, 16, 1))
     assert 50e6 + 200e6 + 500e6 + kept(80) < 850e6 < 50e6 + 200e6 + 600e6 + kept(80)
-    assert (plan.streamed, plan.sequences, plan.bound) == (5, 1, "bringing layers")
+    assert (plan.streamed, plan.sequences, plan.bound) == (5, 1, "loading layers")
     first, step = (0.5 + (10 * LAYER + more) / 20e9 / 4 for more in (0, 1000 * 64 * 4 + kept(72)))
     assert plan.step_seconds == pytest.approx(step) and plan.tokens_per_second == pytest.approx(16 / (first + 16 * step))
     assert plan.memory <= 850_000_000 and plan.pages == kept(80)
@@ -39,14 +39,14 @@ def test_many_answers_take_the_place_of_layers_while_that_is_worth_more():
     """An answer's keys and values take a tenth of a layer: streaming one more layer costs at most as much as ten more answers gain."""
     work = Work(64, 16, 100)
     plan = choose(SHAPE, 850_000_000, FAST, work)
-    assert plan.sequences > 10 and plan.streamed > 5 and plan.bound == "bringing layers"
+    assert plan.sequences > 10 and plan.streamed > 5 and plan.bound == "loading layers"
     assert plan.memory <= 850_000_000
     assert plan.tokens_per_second > 5 * choose(SHAPE, 850_000_000, FAST, work._replace(answers=1)).tokens_per_second
 
 
 def test_more_answers_than_pay_are_not_begun_at_once():
     """If products are the bottleneck from one answer on, concurrent answers only cost memory."""
-    slow = Rates(bringing=1e15, bandwidth=1e15, flops=1e6)
+    slow = Rates(loading=1e15, bandwidth=1e15, flops=1e6)
     plan = choose(SHAPE, 850_000_000, slow, Work(64, 16, 8))
     assert plan.sequences == 1 and plan.bound == "products"
 
@@ -68,7 +68,7 @@ def test_the_longest_request_has_room():
 def test_a_pass_takes_the_longest_of_what_overlaps_and_a_quarter_of_the_rest():
     """By the roofline: 5 layers at 1 GB/s, plus a quarter of the rest; 1 GB of weights at 20 GB/s; 2 FLOPs per weight and token, and per
     key."""
-    assert pass_seconds(SHAPE, FAST, 5, 1, 100, 1) == (pytest.approx(0.5 + (10 * LAYER + 256_000 + kept(100)) / 20e9 / 4), "bringing layers")
+    assert pass_seconds(SHAPE, FAST, 5, 1, 100, 1) == (pytest.approx(0.5 + (10 * LAYER + 256_000 + kept(100)) / 20e9 / 4), "loading layers")
     seconds, bound = pass_seconds(SHAPE, FAST, 0, 1, 100, 0)
     assert bound == "reading weights" and seconds == pytest.approx(10 * LAYER / 20e9)
     D, F, tokens = 64, 128, 7

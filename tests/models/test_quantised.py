@@ -81,7 +81,7 @@ def test_distributions_stay_near_those_of_the_whole_weights():
 def test_experts_are_refused():
     moe = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     with pytest.raises(ValueError, match="the experts' matrices of a mixture cannot be kept in 8 bits; choose 'same'"):
-        quantise(Transformer(ModelConfig(**{**CONFIG.to_dict(), "moe": moe, "model_type": ""})), "int8")
+        quantise(Transformer(ModelConfig(**{**CONFIG.model_dump(), "moe": moe, "model_type": ""})), "int8")
 
 
 @pytest.mark.parametrize("exact", [True, False])

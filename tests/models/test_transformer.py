@@ -33,7 +33,7 @@ def llama(model):
     """Return transformers' model with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    raw = model.config.to_dict()
+    raw = model.config.model_dump()
     rope = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
     twin = LlamaForCausalLM(LlamaConfig(**raw, rope_parameters=rope, attn_implementation="sdpa"))
     twin.load_state_dict(model.state_dict())

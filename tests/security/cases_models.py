@@ -166,7 +166,7 @@ def _accepted(load: Callable[[], object], seconds: float) -> bool:
 def model_files_accepted(folder: Path, seconds: float = float("inf")) -> int:
     """Count hostile model files that are not refused with one clear error (within `seconds`, if given)."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     good = folder / "model"
     save(Transformer(shape, seed=0), good, tokenizer)
     (folder / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes())
@@ -280,7 +280,7 @@ def write_adapter(folder: Path, model: Transformer, change: dict[str, Any]) -> N
 def adapters_merged(folder: Path, seconds: float = float("inf")) -> int:
     """Count hostile adapters that are not refused with one clear error (within `seconds`, if given)."""
     store, tokenizer = Store.open(folder / "store"), Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     model = Transformer(shape, seed=0)
     save(model, folder / "base", tokenizer)
     base = execute(import_model, ImportModelConfig(), {"model": External.resolve(f"model={folder / 'base'}")[0]}, store)

@@ -66,7 +66,7 @@ def test_a_draft_that_diverges_fails_its_requests_alone():
 
 def test_the_server_tells_one_client_and_answers_the_next():
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**cases_models.SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     engine = Engine(Transformer(shape, seed=0), tokenizer)
     with TestClient(application(engine, "tiny")) as client:
         ask = lambda **more: client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 4, **more})  # noqa: E731
@@ -79,7 +79,7 @@ def test_the_server_tells_one_client_and_answers_the_next():
 def test_a_request_cannot_hold_up_others_by_what_it_lists():
     """60,000 stop texts used to be searched at each token, for a minute; biases of all tokens were added in a Python loop."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**cases_models.SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     engine = Engine(Transformer(shape, seed=0), tokenizer)
     with TestClient(application(engine, "tiny")) as client:
         ask = lambda stops: client.post("/v1/completions", json={"prompt": "to be", "stop": [f"x{n}" for n in range(stops)]})  # noqa: E731
@@ -93,7 +93,7 @@ def test_a_request_cannot_hold_up_others_by_what_it_lists():
 def test_a_large_reply_is_written_beside_the_event_loop(monkeypatch):
     """Encoding a million log-probs as JSON used to take seconds, in which no other client was answered."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**cases_models.SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     engine = Engine(Transformer(shape, seed=0), tokenizer)
 
     def whole(replies):
@@ -120,7 +120,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(way):
 
 def test_a_body_that_is_nested_too_deeply_is_refused():
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**cases_models.SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     with TestClient(application(Engine(Transformer(shape), tokenizer), "tiny"), raise_server_exceptions=False) as client:
         for more in ('"x": %s', '"tool_calls": %s'):
             body = '{"messages": [{"role": "user", "content": "hi", %s}]}' % (more % ("[" * 900 + "]" * 900))
@@ -166,7 +166,7 @@ def test_the_engine_decodes_each_token_a_few_times(stops):
 def test_stop_texts_are_found_as_in_the_whole_text():
     """Tokens are single bytes, including invalid UTF-8; the stop texts lie within words, characters and special tokens."""
     tokenizer = Tokenizer.train(["to be or not to be"], 262)
-    engine = Engine(Transformer(ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": 270})), tokenizer)
+    engine = Engine(Transformer(ModelConfig(**{**cases_models.SHAPE.model_dump(), "vocab_size": 270})), tokenizer)
     rng = random.Random(0)
     letters = [*tokenizer.encode("ab é字 to be"), *tokenizer.stop_ids]
     for _ in range(300):
@@ -204,7 +204,7 @@ COSTLY = {
 def test_a_schema_that_is_costly_to_compile_is_refused(name):
     """A schema of 40 bytes used to take minutes and gigabytes; several at once stopped all requests."""
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**cases_models.SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     with TestClient(application(Engine(Transformer(shape, seed=0), tokenizer), "tiny")) as client:
         ask = lambda schema: client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}})  # noqa: E731
         before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
@@ -220,7 +220,7 @@ def test_requests_go_on_while_schemas_wait(monkeypatch):
     begun, end, statuses = threading.Event(), threading.Event(), []
     monkeypatch.setattr(Grammar, "schema", lambda self, schema: begun.set() or (end.wait(60) and None))
     tokenizer = Tokenizer.train(["to be or not to be"], 270)
-    shape = ModelConfig(**{**cases_models.SHAPE.to_dict(), "vocab_size": tokenizer.vocab_size})
+    shape = ModelConfig(**{**cases_models.SHAPE.model_dump(), "vocab_size": tokenizer.vocab_size})
     with TestClient(application(Engine(Transformer(shape, seed=0), tokenizer), "tiny", Limits(seconds=20))) as client:
         ask = lambda **more: statuses.append(client.post("/v1/completions", json={"prompt": "to be", "max_tokens": 2, **more}).status_code)  # noqa: E731
         threads = [threading.Thread(target=ask, kwargs={"response_format": {"type": "json_object"}}) for _ in range((os.cpu_count() or 1) + 6)]

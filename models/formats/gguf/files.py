@@ -7,7 +7,6 @@ import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class GgufFile:
         try:
             self._reader = GGUFReader(path)
         except (ValueError, LookupError, OSError) as error:
-            raise ValueError(f"is not a GGUF file, or a damaged one: {error}") from error
+            raise ValueError(f"{DAMAGED}: {error}") from error
         self.fields = {name: field.contents() for name, field in self._reader.fields.items()}
         prefix = f"{self.fields.get('general.architecture')}."
         self._shape = {name.removeprefix(prefix): value for name, value in self.fields.items()}
@@ -95,11 +94,13 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
         raise ValueError(f"weights of {dtype} cannot be stored in GGUF")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_file_type(FILE_TYPES[dtype])
+    # llama.cpp reads sizes and ids as unsigned.
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in {**{f"{architecture}.{name}": value for name, value in shape.items()}, **words}.items():
-        _add(writer, name, value)
+        add.get(type(value), writer.add_array)(name, value)
     for name, value in tokenizer.generation.items() if tokenizer.generation.get("do_sample") else ():
         if name == "top_k":
-            writer.add_int32(SAMPLING[name], value)  # not `_add`: llama.cpp reads `top_k` as signed
+            writer.add_int32(SAMPLING[name], value)  # llama.cpp reads `top_k` as signed
         elif name in SAMPLING:
             writer.add_float32(SAMPLING[name], float(value))
     for name, tensor in tensors.items():
@@ -115,20 +116,6 @@ def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenize
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add(writer: Any, name: str, value: Any) -> None:
-    """Add a field of the type that fits the Python value; write integers as unsigned, because llama.cpp reads sizes and ids as unsigned."""
-    if isinstance(value, bool):
-        writer.add_bool(name, value)
-    elif isinstance(value, int):
-        writer.add_uint32(name, value)
-    elif isinstance(value, float):
-        writer.add_float32(name, value)
-    elif isinstance(value, str):
-        writer.add_string(name, value)
-    else:
-        writer.add_array(name, value)
 
 
 def check_header(path: Path) -> None:

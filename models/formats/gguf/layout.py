@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.models.config import ModelConfig
+from puna.models.config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """Family → name of its architecture in GGUF."""
@@ -79,9 +79,9 @@ def _rope(fields: Mapping[str, Any], frequencies: Tensor | None, head: int) -> d
     kind, factor = fields.get("rope.scaling.type", "linear"), fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
     if frequencies is not None:
         for scale in LLAMA3_FACTORS:
-            if torch.allclose(llama3_frequencies(theta, head, scale, 1.0, 4.0, 8192), frequencies, rtol=1e-4):
-                names = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-                return {"rope_type": "llama3", "rope_theta": theta, "factor": scale, **names}
+            scaling = RopeScaling(rope_type="llama3", factor=scale)
+            if torch.allclose(_divisors(theta, head, scaling), frequencies, rtol=1e-4):
+                return {"rope_type": "llama3", "rope_theta": theta, **{name: getattr(scaling, name) for name in scaling.own}}
         raise ValueError("rope_freqs scales the rotary frequencies differently from Llama 3.1")
     if kind == "linear" and factor:
         return {"rope_type": "linear", "rope_theta": theta, "factor": number(factor)}
@@ -90,11 +90,10 @@ def _rope(fields: Mapping[str, Any], frequencies: Tensor | None, head: int) -> d
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def llama3_frequencies(theta: float, head: int, factor: float, low: float, high: float, original: int) -> Tensor:
-    """Return llama.cpp's divisors of the rotary frequencies in Llama 3.1's scaling, float32[head / 2]."""
-    waves = 2 * torch.pi * theta ** (torch.arange(0, head, 2, dtype=torch.float64) / head)
-    smooth = ((original / waves - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).float()
+def _divisors(theta: float, head: int, scaling: RopeScaling) -> Tensor:
+    """Return the tensor `rope_freqs`, float32[head / 2]: the numbers by which `scaling` divides the rotary frequencies of base `theta`."""
+    plain = [theta ** (-2 * i / head) for i in range(head // 2)]
+    return torch.tensor([own / scaled for own, scaled in zip(plain, scaling.stretch(plain, theta), strict=True)], dtype=torch.float32)
 
 
 def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | None]:
@@ -120,10 +119,7 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
     elif scaling is not None and scaling.rope_type == "yarn":
         raise ValueError("rope_scaling yarn is not written to GGUF: export in the layout of Hugging Face")
     elif scaling is not None:
-        frequencies = llama3_frequencies(
-            config.rope_theta, config.head_dim, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
-            scaling.original_max_position_embeddings,
-        )  # fmt: skip
+        frequencies = _divisors(config.rope_theta, config.head_dim, scaling)
     return architecture, fields, frequencies
 
 

@@ -99,8 +99,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: Sequence[str], types: Seq
 
 
 def tokenizer_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` fields of a file. `rows`: rows of the embeddings, at least one per token. Raise ValueError if llama.cpp
-    would tokenize texts differently."""
+    """Return a file's `tokenizer.*` fields. `rows`: rows of the embeddings. Raise ValueError if llama.cpp would tokenize differently."""
     raw = json.loads(tokenizer.backend.to_str())
     if raw["model"]["type"] != "BPE":
         raise ValueError(f"a tokenizer of the kind {raw['model']['type']} cannot be stored in GGUF")

@@ -268,7 +268,7 @@ def test_languages_that_the_user_groups_count_together_in_the_vote():
 
 @pytest.mark.parametrize(
     ("factors", "said"),
-    [({"wordz": 0.5}, "'wordz' is no signal with factors"), ({"words": -1.0}, "words is -1; a factor lies between 0"), ({"words": float("nan")}, "words is nan")],
+    [({"wordz": 0.5}, "'wordz' is not a signal with a factor"), ({"words": -1.0}, "words is -1; a factor lies between 0"), ({"words": float("nan")}, "words is nan")],
 )
 def test_a_wrong_factor_of_ones_own_is_refused(factors, said):
     with pytest.raises(ValueError, match=said):
@@ -279,7 +279,7 @@ def test_a_wrong_factor_of_ones_own_is_refused(factors, said):
     ("text", "said"),
     [
         ("language\tscrpt\nde\tLatn\n", "there is no column 'scrpt'"),
-        ("# mine\nlanguage\tscript\twords\twords\nde\tLatn\t1\t2\n", "the column 'words' is there twice, line 2"),
+        ("# mine\nlanguage\tscript\twords\twords\nde\tLatn\t1\t2\n", "line 2 names the column 'words' twice"),
         ("language\tscript\twords\nde\tLatn\tmany\n", "line 2: words is 'many'"),
         ("# mine\n\n# too\nlanguage\tscript\twords\nfr\tLatn\t1\n\nde\tLatn\tmany\n", "line 7: words is 'many'"),
         ("language\tscript\twords\nde\tLatn\t1\t2\n", "line 2 has 4 cells, the header has 3"),
