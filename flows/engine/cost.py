@@ -238,7 +238,7 @@ def _phase(
     peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True))
     seconds, layouts = time.total / gpus, {}
     if gpu:
-        work = Work(phase.full_rows, row, at_once, precision, moments=moments)
+        work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=phase.accept is not None)
         ranked = best_layouts(config, work, gpus, data_sheet(gpu), z_loss=training.z_loss)
         seconds, layouts = ranked[0].seconds if ranked and ranked[0].fits else seconds, {"layouts": _describe_layouts(ranked, gpu, gpus)}
     return {

@@ -57,7 +57,7 @@ class Sharded(Cut):
 
     def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
         values = super().ask(compute, part)
-        cast("FSDPModule", self.model).reshard()  # after a pass without backward, the weights outside layers would stay gathered, and get old
+        cast("FSDPModule", self.model).reshard()  # else the weights outside layers stay gathered until a backward pass
         return values
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
