@@ -63,7 +63,8 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
-    more: dict[str, Any] = {"z_loss": config.z_loss, "whole": bool(facts.inputs.get("tasks")) or any(phase.accept for phase in config.phases)}
+    asks = bool(facts.inputs.get("tasks")) or any(phase.accept for phase in config.phases)
+    more: dict[str, Any] = {"z_loss": config.z_loss, "whole": asks}
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
