@@ -84,8 +84,8 @@ def matrix_parameters(config: ModelConfig) -> int:
     return config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
 
 
-def normal_rows(seed: int, name: str, rows: int, width: int) -> NDArray[np.float32]:
-    """Return [rows, width] standard normal numbers in fp32: the first rows of the weight `name`.
+def normal_rows(seed: int, name: str, rows: range, width: int) -> NDArray[np.float32]:
+    """Return [len(rows), width] standard normal numbers in fp32: these rows of the weight `name`.
 
     A row is a function of (seed, name, row, width), whatever the other rows and weights are. The numbers come from a counter-based
     generator (Philox, Salmon et al. 2011), whose key is a digest of seed and name; the row is the highest word of its counter.
@@ -93,8 +93,8 @@ def normal_rows(seed: int, name: str, rows: int, width: int) -> NDArray[np.float
     key = np.frombuffer(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest(), "<u8")
     bits = np.random.Philox(key=key)
     generator, start = np.random.Generator(bits), bits.state
-    values = np.empty((rows, width), np.float32)
-    for row, out in enumerate(values):
+    values = np.empty((len(rows), width), np.float32)
+    for row, out in zip(rows, values, strict=True):
         start["state"]["counter"][:] = 0, 0, 0, row
         bits.state = start
         generator.standard_normal(dtype=np.float32, out=out)

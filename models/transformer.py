@@ -7,8 +7,9 @@ values). Module names are those of Hugging Face's models; `families.py` describe
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -32,6 +33,7 @@ from puna.models.parameters import normal_rows
 
 if TYPE_CHECKING:
     from puna.kernels.dense_layers import Parts
+    from puna.models.training.parallel.base import Parallel
 
 Head = Literal["lm", "scalar"]
 # attend(layer, q [T, H, K], k [T, G, K], v [T, G, V]) -> [T, H, V]: a layer's attention, in training under the forest mask, in generation
@@ -58,7 +60,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Do nothing: see `Transformer.initialise`."""
+        """Do nothing: see `initial_values`."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight)
@@ -72,7 +74,7 @@ class Embedding(nn.Embedding):
     """An embedding of tokens with weight [V, D], which is left uninitialised as in `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: see `Transformer.initialise`."""
+        """Do nothing: see `initial_values`."""
 
 
 class RMSNorm(nn.Module):
@@ -332,9 +334,29 @@ def by_rows(head: Callable[[Tensor], Tensor], hidden_ND: Tensor, targets: Tensor
     return torch.cat([checkpoint(compute, *part, use_reentrant=False) for part in parts], 1)
 
 
+def initial_values(config: ModelConfig, seed: int, name: str, shape: Sequence[int], box: Sequence[slice] = ()) -> Tensor:
+    """Return the initial values of a weight, or of its part `box`; only the rows of this part are drawn.
+
+    Matrices have deviation `config.initializer_range`, see `normal_rows`; gains are one, biases zero. With `config.zero_residual` each
+    block's output matrices and an untied output layer are zero, too (Zhang et al. 2019, Fixup).
+    """
+    first, *rest = box or (slice(None),)
+    start, stop, _ = first.indices(shape[0])
+    zero = ("o_proj", "down_proj", "lm_head") if config.zero_residual else ()
+    if len(shape) == 1:
+        values = torch.full((stop - start,), 0.0 if name.endswith("bias") else 1.0)
+    elif zero and name.removesuffix(".weight").endswith(zero):
+        values = torch.zeros(()).expand(stop - start, *shape[1:])
+    else:
+        stack = math.prod(shape[1:-1])  # rows of an expert
+        rows = normal_rows(seed, name, range(start * stack, stop * stack), shape[-1])
+        values = torch.from_numpy(rows).view(stop - start, *shape[1:]).mul_(config.initializer_range)
+    return values[(slice(None), *rest)]
+
+
 class Transformer(nn.Module):
     """A decoder with a language-model head (`lm`), or with a head of one number per token (`scalar`: reward, value). `seed` draws the
-    weights, see `initialise`; without a seed the weights are left uninitialised, ready for a checkpoint."""
+    weights, see `initial_values`; without a seed the weights are left uninitialised, ready for a checkpoint."""
 
     def __init__(self, config: ModelConfig, head: Head = "lm", seed: int | None = None) -> None:
         super().__init__()
@@ -353,18 +375,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw all matrices with deviation `config.initializer_range`, see `normal_rows`; gains become one, biases zero. With
-        `config.zero_residual` each block's output matrices and an untied output layer start at zero, too (Zhang et al. 2019, Fixup)."""
-        zero = ("o_proj", "down_proj", "lm_head") if self.config.zero_residual else ()
+        """Set all weights to their `initial_values`."""
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif zero and name.removesuffix(".weight").endswith(zero):
-                parameter.zero_()
-            else:
-                rows = normal_rows(seed, name, parameter.shape[:-1].numel(), parameter.shape[-1])
-                parameter.copy_(torch.from_numpy(rows).view(parameter.shape)).mul_(self.config.initializer_range)
+            parameter.copy_(initial_values(self.config, seed, name, parameter.shape))
 
+    held: Parallel | None = None
+    """The ranks' pieces that are this model's weights; None: its own parameters are. See `Parallel.release`."""
     first = 0
     """Index of the first layer that this process has."""
     parts: Parts | None = None

@@ -238,7 +238,7 @@ def _phase(
     seconds: float | None = time.total / gpus
     layouts = {}
     if gpu:
-        work = Work(phase.full_rows, row, at_once, precision, moments=moments)
+        work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=phase.accept is not None)
         ranked = best_layouts(config, work, gpus, data_sheet(gpu), z_loss=training.z_loss)
         layouts = {"layouts": _describe_layouts(ranked, gpu, gpus)}
         seconds = ranked[0].seconds if ranked and ranked[0].fits else None

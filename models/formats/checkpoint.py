@@ -7,14 +7,15 @@ families are read, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from puna.models.bounds import check_sizes, read_object, weight_names
@@ -28,6 +29,11 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WRITTEN = {
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Names of dtypes in safetensors files, in the order in which a file holds its tensors."""
 DERIVED = ".rotary_emb.inv_freq"  # end of names of tensors that old checkpoints hold, as Llama 2's, and that config.json determines
 
 
@@ -57,23 +63,47 @@ def checkpoint_at(path: Path) -> Iterator[None]:
         raise CheckpointError(message if str(path) in message else f"{path}: {message}") from error
 
 
-def save(model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None) -> None:
+def save(
+    model: Transformer, folder: Path | str, tokenizer: Tokenizer | None = None, weights: Iterable[tuple[str, Tensor]] | None = None
+) -> None:
     """Write config.json and model.safetensors, and the tokenizer beside them. Tensors keep their dtype. With a tokenizer, the configuration
-    names its special tokens, and generation_config.json holds the sampling settings."""
+    names its special tokens, and generation_config.json holds the sampling settings. `weights`: the weights by name; None: the model's."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tied = model.head == "lm" and model.config.tie_word_embeddings
-    state = {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in to_disk(model.state_dict(), model.config).items()
-        if not (tied and name == "lm_head.weight")
-    }
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    state = model.state_dict()
+    left_out = {"lm_head.weight"} if model.head == "lm" and model.config.tie_word_embeddings else set()
+    empty = {name: tensor.to("meta") for name, tensor in state.items() if name not in left_out}
+    given = (to_disk({name: tensor}, model.config).items() for name, tensor in weights or state.items() if name not in left_out)
+    write_tensors(folder / WEIGHTS, to_disk(empty, model.config), itertools.chain.from_iterable(given), {"format": "pt"})
     _write_json(folder / "config.json", _hub_config(model, tokenizer))
     if tokenizer is not None:
         tokenizer.save(folder)
         ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stop_ids) or None, "pad_token_id": tokenizer.pad}
         _write_json(folder / "generation_config.json", {**tokenizer.generation, **ids})
+
+
+def write_tensors(
+    file: Path, empty: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the bytes of `save_file`, holding one tensor at a time. `empty`: a meta tensor of each tensor's dtype
+    and shape, by name; `tensors`: the tensors, in any order. Raise ValueError if one is missing."""
+    order = sorted(empty, key=lambda name: (list(WRITTEN).index(empty[name].dtype), name))
+    ends = list(itertools.accumulate((empty[name].nbytes for name in order), initial=0))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for name, *place in zip(order, ends[:-1], ends[1:], strict=True):
+        header[name] = {"dtype": WRITTEN[empty[name].dtype], "shape": list(empty[name].shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    part, missing = file.with_name(f".{file.name}.part"), set(order)
+    with part.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            out.seek(8 + len(text) + header[name]["data_offsets"][0])
+            out.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            missing.remove(name)
+    if missing:
+        raise ValueError(f"{file}: the tensor {min(missing)} is missing")
+    os.replace(part, file)  # `tensors` may be mapped from the old file
 
 
 def load(

@@ -49,7 +49,7 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
 
 
 def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transformer:
-    """Return a copy of `model` with rows for the tokens that `new` adds, or `model` if there are none.
+    """Return a model of `model`'s weights with rows for the tokens that `new` adds, or `model` if there are none.
 
     A new row is the mean of the old rows of the tokens that encode the new token's text; of all old rows if no token does (Hewitt 2021).
     Old rows, and so the logits of old tokens, do not change. Raise ValueError if `new` changes old tokens or merges.
@@ -72,9 +72,12 @@ def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transform
     for name in weights.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
         rows = weights[name]
         weights[name] = torch.cat([rows[:first], *(rows[ids].mean(0, keepdim=True) for ids in parts), rows[new.vocab_size :]])
-    grown = Transformer(model.config.replace(vocab_size=max(model.config.vocab_size, new.vocab_size)))
-    grown.load_state_dict(weights)
-    return grown.to(next(model.parameters()).device)
+    with torch.device("meta"):
+        grown = Transformer(model.config.replace(vocab_size=max(model.config.vocab_size, new.vocab_size)))
+    grown.load_state_dict(weights, assign=True)
+    if grown.config.tie_word_embeddings:
+        grown.lm_head.weight = grown.model.embed_tokens.weight
+    return grown
 
 
 def _old_ids(piece: bytes | None, old: Tokenizer) -> list[int]:

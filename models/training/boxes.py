@@ -24,35 +24,49 @@ Index = dict[str, dict[str, Any]]
 """File → tensor name → its `shape` and `box`."""
 
 
-def names(path: Path, index: Index | None) -> set[str]:
-    """Return the names of a checkpoint's tensors. `index`: see `read`."""
+def empty(path: Path, index: Index | None) -> dict[str, Tensor]:
+    """Return meta tensors of the shapes and dtypes of a checkpoint's whole tensors, by name. `index`: see `read`."""
+    import torch
     from safetensors import safe_open
 
-    if index is not None:
-        return {name for tensors in index.values() for name in tensors}
-    with safe_open(path / TENSORS, "pt") as content:
-        return set(content.keys())
+    out: dict[str, Tensor] = {}
+    for file in [TENSORS] if index is None else index:
+        with safe_open(path / file, "pt") as content:
+            for name in content.keys():  # noqa: SIM118 (no dictionary)
+                piece = content.get_slice(name)
+                some = piece[:0] if piece.get_shape() else content.get_tensor(name)
+                out[name] = torch.empty(_piece(index, file, name, piece.get_shape())[0], dtype=some.dtype, device="meta")
+    return out
 
 
-def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None) -> dict[str, Tensor]:
+def whole_boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], Box]]:
+    """Return the shape of each tensor and the box that covers it, by name."""
+    return {name: (tuple(tensor.shape), tuple((0, size) for size in tensor.shape)) for name, tensor in tensors.items()}
+
+
+def read(
+    path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return boxes of a checkpoint's tensors; those prefixed `WHOLE` are whole. `wanted`: name → (whole shape, box); None: all, whole.
-    `index`: each file's boxes; None: one file holds whole tensors. Raise ValueError if a shape differs or a part is missing."""
+    `index`: each file's boxes; None: one file holds whole tensors. `into`: tensors to overwrite and return, instead of new ones, by name.
+    Raise ValueError if a shape differs or a part is missing."""
     import torch
     from safetensors import safe_open
 
     out: dict[str, Tensor] = {}
     covered: dict[str, int] = {}
     for file in [TENSORS] if index is None else sorted(index):
+        if index is not None and wanted is not None and not any(name in wanted or name.startswith(WHOLE) for name in index[file]):
+            continue
         with safe_open(path / file, "pt") as content:
             for name in content.keys():  # noqa: SIM118 (no dictionary)
+                if wanted is not None and name not in wanted and not name.startswith(WHOLE):
+                    continue
                 piece = content.get_slice(name)
                 shape, box = _piece(index, file, name, piece.get_shape())
-                if wanted is None or name.startswith(WHOLE):
-                    own_shape, own = shape, tuple((0, size) for size in shape)
-                elif name in wanted:
-                    own_shape, own = wanted[name]
-                else:
-                    continue
+                all_ = shape, tuple((0, size) for size in shape)
+                own_shape, own = all_ if wanted is None or name.startswith(WHOLE) else wanted[name]
                 if tuple(own_shape) != shape:
                     raise ValueError(f"the saved training state does not fit: {name} is {shape} there, {tuple(own_shape)} in this model")
                 shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, own, strict=True)]
@@ -61,7 +75,8 @@ def read(path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, 
                 there = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shared, box, strict=True))
                 values = piece[there] if there else content.get_tensor(name)
                 if name not in out:
-                    out[name] = torch.empty([stop - start for start, stop in own], dtype=values.dtype)
+                    given = (into or {}).get(name)
+                    out[name] = torch.empty([stop - start for start, stop in own], dtype=values.dtype) if given is None else given
                 here = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shared, own, strict=True))
                 out[name][here] = values
                 covered[name] = covered.get(name, 0) + values.numel()
@@ -80,7 +95,7 @@ def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tens
     import torch
 
     piece, advise = weight.detach()[slices], getattr(ctypes.CDLL(None), "madvise", None)
-    if weight.device.type != "cpu" or not piece.numel() or advise is None:
+    if weight.device.type != "cpu" or not piece.numel() or advise is None or not any(weight.stride()):
         return piece.to(device, torch.float32, copy=True)
 
     def pages(start: int, size: int, advice: int) -> None:

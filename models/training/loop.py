@@ -7,7 +7,7 @@ the optimiser's moments and the running average are the whole state, and a resum
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from puna.models.training.boxes import tensors_digest
-from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.base import Parallel, whole
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import ComputeSettings, TrainConfig
 from puna.models.training.state import Job, Saver, check_identity, load_record
@@ -38,16 +38,16 @@ def train(
     model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], batches: Batches, config: TrainConfig, seed: int,
     checkpoint_dir: Path | None = None, checkpoint_every: int = 0, on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | Path | None = None, sampled: bool = False,
-    watched: Callable[[int], bool] = lambda step: False, mesh: Mesh | None = None, device: torch.device | None = None,
+    mesh: Mesh | None = None, device: torch.device | None = None,
 ) -> TrainLog:  # fmt: skip
     """Optimise `model` in place; return the rows of the table `training_log`, one per step.
 
     batches: returns a step's batch, or list of micro-batches, from the step's number (1-based); a step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
-    After training, the trained weights are in fp32: the last step's, or the schedule's average. With several processes the model has whole
-    weights after training, during `on_step` of `watched` steps and, if `sampled`, while `batches` samples from it. state: optimiser state
-    to start from (`Trainer.adopt`), or the folder of an earlier training run; None: a fresh start. mesh: the ranks of the layout; None:
-    all processes. device: where this rank's pieces of weights are; None: the model's device.
+    After training, the trained weights are in fp32: the last step's, or the schedule's average. If the layout divides the model, its ranks
+    hold them in pieces (`Transformer.held`); the model has whole weights only if `sampled`, while `batches` samples from it. state:
+    optimiser state to start from (`Trainer.adopt`), or the folder of an earlier training run; None: a fresh start. mesh: the ranks of the
+    layout; None: all processes. device: where this rank's pieces of weights are; None: the model's device.
 
     checkpoint_dir: folder of the run's state, saved every `checkpoint_every` steps (0: at no fixed step), by time, at the end, and before
     Ctrl-C or SIGTERM ends the run (`Saver`). A run that finds a state continues from it and calls `on_step` only for new steps. Raise
@@ -74,15 +74,14 @@ def train(
         model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, config.optimizer.spike_window, config.optimizer.spike_limit)
-            with trainer.whole_weights(sampled):
+            with whole(model) if sampled else nullcontext():
                 batch = batches(step)
             row = trainer.step(step, batch, seed, limits)
             log.append(row)
             check_skips(log, config.optimizer.max_skipped)
             _average(average, trainer.weights, config, row)
             if on_step is not None:  # before the step is saved: after a crash, no saved step then lacks its call of `on_step`
-                with trainer.whole_weights(watched(step)):
-                    on_step(row)
+                on_step(row)
             saver.save_if_due(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             saver.end_if_asked()
         trainer.assign(average)
@@ -96,8 +95,9 @@ def progress(unit: str, of: int, log: TrainLog) -> dict[str, Any]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a sha256 over the names, dtypes, shapes and bytes of all parameters."""
-    return tensors_digest(dict(model.named_parameters()))
+    """Return a sha256 over the names, dtypes, shapes and bytes of all parameters. If ranks hold the model in pieces, all must call this."""
+    with whole(model):
+        return tensors_digest(dict(model.named_parameters()))
 
 
 def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
@@ -126,8 +126,9 @@ def _adopt(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[
     if isinstance(state, Path):
         checkpoint = trainer.parallel.load_state(state, moments, {})
         assert checkpoint is not None
-        state = {name: value for name, value in checkpoint[0].items() if name.startswith("state.")}
-    trainer.adopt(state)
+        trainer.adopt({name: value for name, value in checkpoint[0].items() if name.startswith("state.")}, in_pieces=True)
+    else:
+        trainer.adopt(state)
     return prints | {"state": fingerprint(trainer.parallel, moments)}
 
 

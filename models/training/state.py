@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from puna.models.training.boxes import TENSORS, read
+from puna.models.training.boxes import TENSORS, empty, read, whole_boxes
 
 if TYPE_CHECKING:  # training a classifier needs no torch
     from torch import Tensor
@@ -206,12 +206,28 @@ def publish(temporary: Path, final: Path) -> None:
             shutil.rmtree(path)
 
 
-def load_state(folder: Path, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the record, and the tensors whose names begin with `prefix`, of the newest undamaged checkpoint under `folder`; None if there
-    is none. Remove newer, damaged checkpoints with a warning, so that no run continues from them. Raise OSError if the disk fails."""
+def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the tensors and the record of the newest undamaged checkpoint under `folder`; None if there is none. Remove newer, damaged
+    checkpoints with a warning, so that no run continues from them. Raise OSError if the disk fails."""
     from safetensors.torch import load
 
-    return _newest(folder, lambda data: {name: tensor for name, tensor in load(data).items() if name.startswith(prefix)}, prefix)
+    return _newest(folder, load)
+
+
+def read_each(folder: Path, prefix: str) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """Return meta tensors of the shapes of the tensors whose names begin with `prefix` in the newest checkpoint under `folder`, and an
+    iterator over these tensors, each read when it is due. Raise ValueError if the checkpoint is damaged or missing."""
+    path = next(iter(newest_first(folder)), folder)
+    try:
+        text, checksums = read_record(path)
+        if any(file_checksum(path / name) != value for name, value in checksums.items() if name != RECORD):
+            raise ValueError(f"{path}: a file's checksum is wrong")
+        index = json.loads(text).get("index")
+        own = {name: tensor for name, tensor in empty(path, index).items() if name.startswith(prefix)}
+    except DAMAGE as error:
+        raise_if_disk(error)
+        raise ValueError(f"{path}: the saved training state is damaged; remove the folder to begin anew") from error
+    return own, (item for name, tensor in own.items() for item in read(path, index, whole_boxes({name: tensor})).items())
 
 
 def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
@@ -221,12 +237,12 @@ def load_arrays(folder: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] 
     return _newest(folder, load)
 
 
-def _newest(folder: Path, load: Callable[[bytes], Tensors], prefix: str = "") -> tuple[Tensors, dict[str, Any]] | None:
+def _newest(folder: Path, load: Callable[[bytes], Tensors]) -> tuple[Tensors, dict[str, Any]] | None:
     for path in newest_first(folder):
         try:
             text, checksums = read_record(path)
             if TENSORS not in checksums:
-                return _of_ranks(path, text, checksums, prefix), json.loads(text)
+                return _of_ranks(path, text, checksums), json.loads(text)
             tensors = (path / TENSORS).read_bytes()
             if checksums[TENSORS] == checksum(tensors):
                 return load(tensors), json.loads(text)
@@ -306,13 +322,12 @@ def read_record(path: Path) -> tuple[str, dict[str, str]]:
     return text, checksums
 
 
-def _of_ranks(path: Path, text: str, checksums: dict[str, str], prefix: str) -> Any:
-    """Return whole tensors of a checkpoint that several ranks wrote, one file each, by prefix; raise ValueError if a file is damaged."""
+def _of_ranks(path: Path, text: str, checksums: dict[str, str]) -> Any:
+    """Return whole tensors of a checkpoint that several ranks wrote, one file each; raise ValueError if a file is damaged."""
     if any(file_checksum(path / name) != value for name, value in checksums.items() if name != RECORD):
         raise ValueError(f"{path}: a file's checksum is wrong")
     index = json.loads(text)["index"]
-    shapes = {name: one["shape"] for boxes in index.values() for name, one in boxes.items() if name.startswith(prefix)}
-    return read(path, index, {name: (tuple(shape), tuple((0, size) for size in shape)) for name, shape in shapes.items()})
+    return read(path, index, whole_boxes(empty(path, index)))
 
 
 def checksum(data: bytes) -> str:

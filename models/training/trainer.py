@@ -22,7 +22,7 @@ from puna.models.machine import DTYPES, Precision
 from puna.models.training.objectives.dpo import Kto
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
 from puna.models.training.packing import Later
-from puna.models.training.parallel.base import Parallel, Part
+from puna.models.training.parallel.base import Parallel, Part, Piece
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.parallel.owners import Matrices, Owners
 from puna.models.training.parallel.parallel import parallel
@@ -102,7 +102,7 @@ class Trainer:
     """A model with its objective and optimisers, trained step by step. The constructor raises ValueError if no weight is to be trained.
 
     `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser updates while
-    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights and, under a layout, whole weights.
+    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights.
     """
 
     def __init__(
@@ -142,17 +142,6 @@ class Trainer:
             weight.grad = None
         for parameter, data in self._originals:
             parameter.data = data
-        if error[0] is None:
-            self.parallel.publish(self.weights)
-
-    @contextmanager
-    def whole_weights(self, wanted: bool) -> Iterator[None]:
-        """If `wanted`, give the model its whole weights within the context; then free these if this rank trains only pieces of them."""
-        if wanted:
-            self.parallel.publish(self.weights)
-        yield
-        if wanted:
-            self.parallel.release()
 
     def step(self, step: int, batch: Sized | Sequence[Sized], seed: int, limits: Limits = NO_LIMITS) -> Row:
         """Run a step on a batch or a list of micro-batches; return its row of the training log. A step changes no weight if its loss or
@@ -280,17 +269,15 @@ class Trainer:
         self._publish()
 
     @torch.no_grad()
-    def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Overwrite the optimisers' state with another run's tensors `state.…`, for whole weights or this rank's pieces; from whole
-        tensors, this rank takes its pieces. Raise ValueError if the optimisers or the weights' shapes differ."""
+    def adopt(self, state: Mapping[str, Tensor], in_pieces: bool = False) -> None:
+        """Overwrite the optimisers' state with another run's tensors `state.…`: for this rank's pieces, or for whole weights, of which this
+        rank takes its pieces, with zeros for new tokens. Raise ValueError if the optimisers or other shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
         # Other ranks restore the state of other pipeline stages and of the matrices that they own.
         apart = self.parallel.mesh.layout.pipeline > 1 or self.parallel.owned
         rest = {} if apart else {name: value for name, value in state.items() if name not in own}
-        cut = {
-            name: state[name][piece.slices()] if tuple(state[name].shape) == piece.shape else state[name] for name, piece in pieces.items()
-        }
+        cut = {name: state[name] if in_pieces else _piece(name, state[name], piece) for name, piece in pieces.items()}
         self.restore({name: value for name, value in own.items() if name.startswith("weight.")} | cut | rest)
 
     @torch.no_grad()
@@ -350,6 +337,16 @@ def embeddings(model: nn.Module) -> set[str]:
 def no_decay_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters without weight decay: vectors (norms, biases) and embeddings."""
     return {name for name, p in model.named_parameters() if p.ndim < 2} | embeddings(model)
+
+
+def _piece(name: str, tensor: Tensor, piece: Piece) -> Tensor:
+    """Return the piece of a whole state tensor, with zeros for the rows of new tokens; a tensor that does not fit is unchanged."""
+    grows = tensor.dim() > 0 and name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(tensor) < piece.shape[0]
+    if tuple(tensor.shape) != piece.shape and not (grows and tensor.shape[1:] == piece.shape[1:]):
+        return tensor
+    part = tensor[piece.slices()]
+    lacking = piece.box[0][1] - piece.box[0][0] - len(part) if grows else 0
+    return nn.functional.pad(part, (*[0] * (2 * part.dim() - 1), lacking)) if lacking else part
 
 
 def _step_seed(seed: int, step: int) -> int:

@@ -91,16 +91,23 @@ def _measure(model: Transformer, examples: list[Example], known: list[list[float
     import torch
 
     from puna.models.training.packing import pack
+    from puna.models.training.parallel.parallel import alone
     from puna.models.training.trainer import computing_in
 
     figures, pairs, precision = {"accuracy": 0.0, "margin": 0.0}, 0, training_precision(config.training.compute, run)
+    held, loss = alone(model), objective(config)
+
+    def compute(model: Transformer, batch: DpoBatch) -> torch.Tensor:
+        metrics = loss(model, batch)[1]
+        return torch.stack([metrics[name] for name in figures])
+
     for row in pack([len(example) for example in examples], config.training.compute.micro_batch_tokens):
         batch = collate([(examples[i], known[i]) for i in row], config)
-        with torch.no_grad(), computing_in(model, precision):
-            _, metrics = objective(config)(model, batch.to(next(model.parameters()).device))
+        with torch.no_grad(), computing_in(held.model, precision):
+            values = held.ask(compute, batch.to(held.device)).tolist()
         pairs += len(batch.chosen)
-        for name in figures:
-            figures[name] += float(metrics[name]) * len(batch.chosen)
+        for name, value in zip(figures, values, strict=True):
+            figures[name] += value * len(batch.chosen)
     run.metric("heldout_pairs", pairs)
     for name, total in figures.items():
         if pairs:

@@ -120,12 +120,14 @@ def score_answers(
     import torch
 
     from puna.models.training.objectives import Targets, answer_rewards
+    from puna.models.training.parallel.parallel import alone
 
-    place = next(model.parameters()).device
+    held = alone(model)
 
     @torch.no_grad()
     def compute(some: list[Example]) -> Tensor:
-        return answer_rewards(model, Targets.from_answers([e.prompt for e in some], [e.answers for e in some]).to(place))
+        targets = Targets.from_answers([e.prompt for e in some], [e.answers for e in some])
+        return held.ask(answer_rewards, targets.to(held.device))
 
     return [values.tolist() for values in by_answer(examples, micro_batch_tokens, compute, progress)]
 

@@ -55,6 +55,7 @@ class TaskWatch:
     def ask(self, step: int, model: Transformer) -> None:
         """Evaluate the model after this step and save its scores, unless they were saved before a crash."""
         from puna.models.generation import Engine
+        from puna.models.training.parallel.base import whole
         from puna.models.training.trainer import computing_in
 
         if str(step) in self.scores:
@@ -62,7 +63,7 @@ class TaskWatch:
         training = model.training
         model.eval()
         config = BenchmarkConfig(examples=0, micro_batch_tokens=self.compute.micro_batch_tokens)
-        with computing_in(model, self.compute.precision_on(device().type)):
+        with whole(model), computing_in(model, self.compute.precision_on(device().type)):
             bench = Bench(model, Engine(model, self.tokenizer), Encoder(self.tokenizer), self.scorers, config, self.run)
             results = [result for task in self.tasks for result in bench.measure(task)]
         model.train(training)

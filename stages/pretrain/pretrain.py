@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from pydantic import Field
@@ -15,7 +15,7 @@ from pydantic import Field
 from puna.models.parameters import parameters
 from puna.models.settings import NO_RESULT
 from puna.models.training.settings import ComputeSettings
-from puna.models.training.state import load_state
+from puna.models.training.state import read_each
 from puna.stages.contract import Evaluation, External, Facts, Figure, Model, StageRun, Tokenizer, Tokens, stage
 from puna.stages.evaluation.needle import NeedleSettings, by_depth, heat, noise_of
 from puna.stages.executors import ranks
@@ -63,15 +63,17 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
+    asks = bool(facts.inputs.get("tasks")) or any(phase.accept for phase in config.phases)
+    more: dict[str, Any] = {"z_loss": config.z_loss, "whole": asks}
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
-        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, compute=config.compute, z_loss=config.z_loss)]
+        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, compute=config.compute, **more)]
     shape, each = config.model.complete(1, 2048), HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     # The vocabulary may not be known yet: 4096 tokens are enough to check each layout.
     fitting = shape.replace(vocab_size=4096)
-    return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, z_loss=config.z_loss)
+    return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, **more)
 
 
 def code_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
@@ -96,6 +98,8 @@ def pretrain(
     first phase; that phase's final loss and the forecast are metrics if both are on the same held-out text. Scores on `tasks` (folders of
     task files and data) are in the log and the metrics.
     """
+    from puna.models.training.parallel.parallel import in_pieces, initial
+
     vocabulary = tokenizer_of(tokenizer)
     choice = None if size is None else ChosenSize.read(size)
     config = config if choice is None else config.with_size(choice)
@@ -111,10 +115,12 @@ def pretrain(
     watch.tasks = task_watch(tasks, config.ask_every, vocabulary, config.compute, run)
     state: dict[str, torch.Tensor] | Path | None
     if model is None:
-        network, state = _initial(config, vocabulary.vocab_size, packed.row_length, run.seed("weights")), None
+        shape = config.model.complete(vocabulary.vocab_size, packed.row_length)
+        network, state = initial(shape, run.seed("weights"), config.compute.layout, device()), None
     else:
-        network = load_grown(model, tokenizer, config.compute.layout)
-        state = _moments(model, network)
+        network = in_pieces(load_grown(model, tokenizer, config.compute.layout), config.compute.layout, device())
+        state = _moments(model)
+    on_threads(network)
     if watch.tasks is not None:
         watch.tasks.check(max(network.config.max_position_embeddings, sources[phases[0].tokens].row_length * phases[0].join_rows))
     places: Places = {}
@@ -124,7 +130,7 @@ def pretrain(
         own = sources[phase.tokens]
         if phase.accept:  # the lowest so far: rises of several steps do not add up
             short = float(np.fmin(short, watch.loss(network)))
-        network = _prepare(network, phase, own.row_length)
+        _prepare(network, phase, own.row_length)
         for attempt in range(phase.accept.attempts if phase.accept else 1):
             place = (number, attempt) if attempt else (number,)
             relay = phase.relay(sources, aside, run.seed("rows", *place), vocabulary.begin, places, before)
@@ -176,41 +182,28 @@ def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[li
 
 
 def _keep_moments(state: Path, folder: Path) -> None:
-    """Save the optimizer state of the last checkpoint in `state` to the model's `folder`, on rank 0 only."""
-    from safetensors.torch import save_file
+    """Save the optimizer state of the last checkpoint in `state` to the model's `folder`, tensor by tensor, on rank 0 only."""
+    from puna.models.formats.checkpoint import write_tensors
 
-    checkpoint = None if ranks.follows() else load_state(state, "state.")
-    if checkpoint is None:
+    if ranks.follows():
         return
+    empty, tensors = read_each(state, "state.")
     file = folder / MOMENTS
     file.parent.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in checkpoint[0].items()}, file)
+    write_tensors(file, empty, tensors)
 
 
-def _moments(model: Artifact, network: Transformer) -> dict[str, torch.Tensor] | None:
-    """Return a model artifact's optimizer state, with zeros for new tokens; None for a model without one, such as an imported model."""
+def _moments(model: Artifact) -> dict[str, torch.Tensor] | None:
+    """Return a model artifact's optimizer state, mapped from its file; None for a model without one, such as an imported model."""
     from safetensors.torch import load_file
-    from torch.nn.functional import pad
 
-    if MOMENTS not in model.manifest.files:
-        return None
-    state: dict[str, torch.Tensor] = load_file(model.path(MOMENTS))
-    for name, value in state.items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and value.dim():
-            state[name] = pad(value, (*[0] * (2 * value.dim() - 1), network.config.vocab_size - len(value)))
+    state: dict[str, torch.Tensor] | None = load_file(model.path(MOMENTS)) if MOMENTS in model.manifest.files else None
     return state
 
 
-def _initial(config: PretrainConfig, vocab_size: int, positions: int, seed: int) -> Transformer:
-    from puna.models.transformer import Transformer
-
-    shape = config.model.complete(vocab_size, positions)
-    return on_threads(Transformer(shape, seed=seed)).to(device())
-
-
-def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:
-    """Return the model with the phase's rotary base and scaling, and a context at least as long as its rows; unchanged if already so."""
-    from puna.models.transformer import Transformer
+def _prepare(model: Transformer, phase: Phase, row_length: int) -> None:
+    """Set the phase's rotary base and scaling, and a context at least as long as its rows. No weight depends on these."""
+    from puna.models.training.parallel.parallel import alone
 
     old = model.config
     shape = old.replace(
@@ -218,11 +211,8 @@ def _prepare(model: Transformer, phase: Phase, row_length: int) -> Transformer:
         rope_scaling=phase.rope_scaling or old.rope_scaling,
         max_position_embeddings=max(old.max_position_embeddings, row_length * phase.join_rows),
     )
-    if shape == old:
-        return model
-    longer = Transformer(shape)
-    longer.load_state_dict(model.state_dict())
-    return longer.to(device())
+    for part in (model, cast("Transformer", alone(model).model)):
+        part.config = part.model.config = shape
 
 
 class Watch:
@@ -240,21 +230,25 @@ class Watch:
 
     def loss(self, model: Transformer) -> float:
         """Return the loss on the held-out documents, in nats per token, computed in the precision of training."""
+        from puna.models.training.parallel.parallel import alone
         from puna.models.training.trainer import computing_in
 
         compute = self.config.compute
-        with computing_in(model, compute.precision_on(device().type)):
+        with computing_in(alone(model).model, compute.precision_on(device().type)):
             return mean_loss(model, self.pieces, compute.micro_batch_tokens)
 
     def accepts(self, model: Transformer, phase: Phase, bounds: Acceptance, attempt: int, row: int, short: float) -> bool:
         """True if the phase passes its test after attempt `attempt` (1-based). Raise PunaError with the reasons if the last attempt fails.
 
         `row`: tokens per packed row; `short`: lowest validation loss before a phase with a test. Metrics and a figure are written."""
+        from puna.models.training.parallel.base import whole
+
         length, rise = phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)
         seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens
-        accuracy = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
+        with whole(model):
+            accuracy = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
         depth, least = min(((depth, share.value) for depth, share in accuracy.items()), key=lambda pair: pair[1])
         rise, depth, least = ranks.first([rise, depth, least])
         for name, value in {"attempts": attempt, "short_loss_change": rise, "needle_min": least}.items():
@@ -273,7 +267,8 @@ class Watch:
 
     def try_average(self, model: Transformer, folder: Path, phase: str) -> None:
         """Keep the averaged weights in `model` if they lower the last step's validation loss; else restore its weights from `folder`."""
-        from puna.models.training.parallel import base, boxes
+        from puna.models.training.parallel import boxes
+        from puna.models.training.parallel.parallel import alone
 
         loss, self.before = ranks.first([self.loss(model), self.before])
         self.gain, better = self.before - loss, loss < self.before
@@ -282,11 +277,9 @@ class Watch:
         if better:
             self.after = loss
         else:
-            weights = {f"weight.{name}": weight for name, weight in model.named_parameters()}
-            checkpoint = boxes.load(folder, {name: base.Piece.of(weight) for name, weight in weights.items()}, {}, ranks.mesh())
-            assert checkpoint is not None
-            for name, weight in weights.items():
-                weight.detach().copy_(checkpoint[0][name])
+            held = alone(model)
+            weights = {f"weight.{name}": weight.detach() for name, weight in held.parameters.items()}
+            boxes.load(folder, {f"weight.{name}": held.pieces[name] for name in held.parameters}, {}, ranks.mesh(), weights)
 
 
 def _train(
@@ -300,20 +293,14 @@ def _train(
 
     done = len(watch.log)
     file = run.scratch / f"validation-{'.'.join(map(str, place))}.json"  # survives a crash
-    losses: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
-
-    def validates_at(step: int) -> bool:
-        return step % config.validate_every == 0 or step == phase.steps
-
-    def asks_at(step: int) -> bool:
-        return watch.tasks is not None and watch.tasks.due(step, phase.steps)
+    losses: dict[str, float] = ranks.first(json.loads(file.read_text()) if file.exists() else {})
 
     def on_step(row: dict[str, float]) -> None:
         step = int(row["step"])
-        if validates_at(step) and str(step) not in losses:
+        if (step % config.validate_every == 0 or step == phase.steps) and str(step) not in losses:
             losses[str(step)] = watch.loss(model)
             write_text(file, json.dumps(losses))
-        if watch.tasks is not None and asks_at(step):
+        if watch.tasks is not None and watch.tasks.due(step, phase.steps):
             watch.tasks.ask(done + step, model)
         run.progress(done + step, watch.total, f"{phase.name}: loss {row['loss']:.3f}")
 
@@ -322,8 +309,7 @@ def _train(
         log = train(
             model, LanguageModeling(config.z_loss), lambda step: relay.at(step).later(step, config.compute.micro_batch_tokens),
             phase.train_config(config.optimizer, config.compute), run.seed("loop", *place), checkpoint_dir=folder,
-            checkpoint_every=config.checkpoint_every, on_step=on_step, state=state,
-            watched=lambda step: validates_at(step) or asks_at(step), device=device(),
+            checkpoint_every=config.checkpoint_every, on_step=on_step, state=state, device=device(),
         )  # fmt: skip
     watch.before = watch.after = losses[str(phase.steps)]
     if phase.schedule.average or phase.schedule.ema:

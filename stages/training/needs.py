@@ -67,10 +67,11 @@ def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
 
 def memory(
     facts: Facts, parameters: int, bytes_each: int, remedy: str, compute: ComputeSettings | None = None,
-    model: Artifact | ModelConfig | None = None, generate: int = 0, **used: object,
+    model: Artifact | ModelConfig | None = None, generate: int = 0, whole: bool = False, **used: object,
 ) -> list[str]:  # fmt: skip
     """Return an error message if a training layout is not supported (see `Layout.refusal` for `used`), or if the free memory, if known,
-    cannot hold `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`: artifact or shape."""
+    cannot hold `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`: artifact or shape.
+    `whole`: True if each process needs whole weights between steps."""
     layout = Layout() if compute is None else compute.layout
     if compute is not None and not (generate and layout.axes):
         layout = layout.repeated(max(1, ranks.count() - generate))
@@ -85,7 +86,8 @@ def memory(
             return [f"compute.layout: {why}"]
         where = f" in {here} processes of the layout {layout}"
         if shape is not None and layout.axes & CUT:
-            needed = here * process_bytes(shape, Work(1, 1, 1, "fp32", moments=bytes_each - HELD_BYTES - GRADIENT_BYTES), layout)
+            work = Work(1, 1, 1, "fp32", moments=bytes_each - HELD_BYTES - GRADIENT_BYTES, whole=whole)
+            needed = here * process_bytes(shape, work, layout)
     if free is None or needed <= free:
         return []
     return [
@@ -123,6 +125,7 @@ def adaptable(facts: Facts, name: str, training: TrainingSettings | RolloutSetti
     lora, noise = config.method == "lora", isinstance(config, SftConfig) and config.neftune_alpha
     used = {"adapters": lora, "dropout": lora and config.lora.dropout, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
     kto = isinstance(config, DpoConfig) and config.preference.of == "answers"
+    used["whole"] = name != "model" or bool(facts.inputs.get("tasks"))  # policies and students sample answers, mostly from whole weights
     trained = training_memory(facts, name, training.optimizer, config.method, compute=training.compute, kto=kto, **used)
     return [*chat_template(facts, name), *trained, *config.unmet()]
 

@@ -284,16 +284,17 @@ def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
 
 
 def total_nats(model: Transformer, rows: Iterable[Targets]) -> tuple[float, int]:
-    """Return the cross-entropy summed over all targets of packed rows, in nats, and the number of targets."""
+    """Return the cross-entropy summed over all targets of packed rows, in nats, and the number of targets. If ranks hold the model in
+    pieces, all must call this together."""
     import torch
 
     from puna.models.training.objectives.base import target_logprobs
+    from puna.models.training.parallel.parallel import alone
 
-    device = next(model.parameters()).device
-    total, count = 0.0, 0
+    held, total, count = alone(model), 0.0, 0
     for targets in rows:
         with torch.no_grad():
-            total -= float(target_logprobs(model, targets.to(device)).double().sum())
+            total -= float(held.ask(target_logprobs, targets.to(held.device)).double().sum())
         count += len(targets.tokens)
     return total, count
 

@@ -256,17 +256,14 @@ def fit(
     """
     from puna.models.training.loop import train
 
-    def due(step: int) -> bool:
-        return watch is not None and watch.due(step, config.steps)
-
     def on_step(row: dict[str, float]) -> None:
         run.progress(row["step"], config.steps, f"loss {row['loss']:.3f}")
-        if watch is not None and due(int(row["step"])):
+        if watch is not None and watch.due(int(row["step"]), config.steps):
             watch.ask(int(row["step"]), model)
 
     with divergence_named(run.stage):
         log = train(
-            model, objective, batches, config, run.seed("loop"), rate_scales=scales, watched=due, sampled=sampled,
+            model, objective, batches, config, run.seed("loop"), rate_scales=scales, sampled=sampled,
             checkpoint_dir=run.scratch / CHECKPOINTS, checkpoint_every=CHECKPOINT_STEPS, on_step=on_step, device=device(),
         )  # fmt: skip
     write_log([row | watch.after(int(row["step"])) for row in log] if watch else log, run)
@@ -317,13 +314,16 @@ def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: Stag
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the model, moved to the CPU, and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters."""
-    if ranks.follows():
-        return
+    """Write the model and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters. Weights that the ranks
+    hold in pieces are collected one by one, which all ranks must do together."""
     from puna.models.formats.checkpoint import save
     from puna.models.formats.quantised import Nf4Linear, merge
+    from puna.models.training.parallel.base import whole_weights
 
-    model.to("cpu")
+    if ranks.follows():
+        for _ in whole_weights(model) if model.held else ():
+            pass
+        return
     if any(isinstance(module, Nf4Linear) for module in model.modules()):
-        merge(model)
-    save(model, folder, tokenizer)
+        merge(model.to("cpu"))
+    save(model, folder, tokenizer, whole_weights(model))

@@ -54,7 +54,7 @@ def llama_rows() -> list[tuple[str, float, float, bool]]:
     rows = []
     for data, context, length, rows_each, published in ((64, 1, 8192, 32, 0.43), (128, 1, 8192, 16, 0.41), (8, 16, 131_072, 16, 0.38)):
         work = Work(rows_each * data, length, length)
-        one = estimate(LARGE, work, layout(shard=data, tensor=8, context=context, pipeline=16, virtual_stages=8), GPUS["H100"], whole=False)
+        one = estimate(LARGE, work, layout(shard=data, tensor=8, context=context, pipeline=16, virtual_stages=8), GPUS["H100"])
         rows.append((f"llama3 405B, data {data}, context {context}", utilisation(one), published, not rows))
     return rows
 
@@ -70,7 +70,7 @@ def megatron_rows() -> list[tuple[str, float, float, bool]]:
         )  # fmt: skip
         work = Work(batch, 2048, 2048 * (4 if pipeline == 1 else 1), checkpointing=True)
         own = layout(data=gpus // (tensor * pipeline), tensor=tensor, pipeline=pipeline)
-        one = estimate(config, work, own, GPUS["A100"], whole=False)
+        one = estimate(config, work, own, GPUS["A100"])
         reached = 4 * forward_flops(config, (2048,)) / 2048 * one.tokens_per_second / 1e12
         rows.append((f"megatron {layers} x {width}", reached, published, False))
     return rows
@@ -80,7 +80,7 @@ def titan(config: ModelConfig, length: int, rows: int, micro: int, factor: float
     """Return the estimate for a row of torchtitan's table; `rows`, `micro`: rows of a data-parallel rank per step and per micro-batch."""
     sizes = {name: more.pop(name) for name in (*AXES, "virtual_stages") if name in more}
     work = Work(rows * sizes.get("shard", 1), length, micro * length, checkpointing=True, matrix_factor=factor)
-    one = estimate(config, replace(work, **more), layout(**sizes), TITAN, TITAN_REACHED, whole=False)
+    one = estimate(config, replace(work, **more), layout(**sizes), TITAN, TITAN_REACHED)
     return replace(one, transfers=0.0) if config is LARGE else one  # torchtitan's AsyncTP hides the transfers
 
 

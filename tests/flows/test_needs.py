@@ -140,21 +140,22 @@ def test_a_flow_s_pretraining_is_refused_before_its_data_are_read(tmp_path: Path
 
 
 def test_memory_is_counted_by_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AdamW: 16 bytes per parameter. Each of 8 sharding machines has an eighth, and 4 bytes per parameter for whole weights; 4 copies on
-    this machine take 64."""
+    """AdamW: 16 bytes per parameter. Each of 8 sharding machines has an eighth and gathers a few layers; if it answers questions, it also
+    has 4 bytes per parameter for whole weights, in place of gradients. 4 copies on this machine take 64."""
     deep = SHAPE.replace(hidden_size=2048, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=8)
     count = parameters(deep.complete(1, 2048)).total
 
-    def lacking(local: int, world: int, layout: dict[str, int], bytes_each: float) -> list[str]:
+    def lacking(local: int, world: int, layout: dict[str, int], bytes_each: float, **phase: Any) -> list[str]:
         monkeypatch.setenv("WORLD_SIZE", str(world))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         compute = {"layout": layout, "precision": "fp32"}
-        config = PretrainConfig.model_validate({"model": deep, "compute": compute, "optimizer": {"name": "adamw"}})
+        config = PretrainConfig.model_validate({"model": deep, "compute": compute, "optimizer": {"name": "adamw"}, "phases": [phase]})
         return pretrain_needs(config, Facts({}, int(bytes_each * count)))
 
     assert lacking(1, 1, {}, 15) and not lacking(1, 1, {}, 17)
-    assert not lacking(1, 8, {"shard": 8}, 8) and lacking(1, 8, {"shard": 8}, 4)
-    assert not lacking(1, 2, {"pipeline": 2}, 12)
+    assert not lacking(1, 8, {"shard": 8}, 3.5) and lacking(1, 8, {"shard": 8}, 2)
+    assert not lacking(1, 8, {"shard": 8}, 6, accept={}) and lacking(1, 8, {"shard": 8}, 5, accept={})
+    assert not lacking(1, 2, {"pipeline": 2}, 9)
     (line,) = lacking(4, 4, {"data": 4}, 60)
     assert "(16 bytes each in 4 processes of the layout data 4)" in line and not lacking(4, 4, {"data": 4}, 65)
     assert lacking(4, 4, {}, 60) and not lacking(1, 4, {}, 17)  # by default all processes have copies; other machines have their own memory

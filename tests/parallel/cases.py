@@ -37,7 +37,7 @@ from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel import boxes, vocabulary
-from puna.models.training.parallel.base import Parallel, Piece
+from puna.models.training.parallel.base import Parallel, Piece, whole
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, store
@@ -121,14 +121,15 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
             for step, count in ((1, micro), (2, 1)):
-                with trainer.whole_weights(True):  # as before answers are sampled, or a model is validated
+                with whole(model):  # as before answers are sampled
                     pass
                 rows.append(trainer.step(step, micro_batches(objective, step, count), seed=1))
-    return {
-        "gradients": found[0],
-        "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
-        "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters() if p.is_floating_point()},
-    }
+    with whole(model):
+        return {
+            "gradients": found[0],
+            "rows": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
+            "weights": {name: p.detach().clone().cpu() for name, p in model.named_parameters() if p.is_floating_point()},
+        }
 
 
 @functools.cache
@@ -219,7 +220,8 @@ def looped(members: Sequence[int], layout: dict[str, int], folder: str, variant:
 
     with mock.patch("puna.models.training.optimizers.base.SMALL", 64):  # pieces of small models, too
         log = train(model, o.LanguageModeling(), batches, config, 1, state=Path(folder), mesh=Mesh(chosen, members))
-    sums = {name: [p.double().sum().item(), p.double().norm().item()] for name, p in model.named_parameters()}
+    with whole(model):
+        sums = {name: [p.double().sum().item(), p.double().norm().item()] for name, p in model.named_parameters()}
     return {"losses": [row["loss"] for row in log], "skipped": [row["step"] for row in log if row["skipped"]], "sums": sums}
 
 
@@ -331,7 +333,7 @@ def read_ratio(members: Sequence[int], layout: dict[str, int], folder: str) -> f
             os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     mesh.wait()
     before = disk_bytes()
-    state = trainer.parallel.load_state(Path(folder), own, {})
+    state = trainer.parallel.load_state(Path(folder), {name: torch.zeros_like(tensor) for name, tensor in own.items()}, {})
     read = disk_bytes() - before
     assert state is not None and all(torch.equal(state[0][name], tensor) for name, tensor in own.items())
     return read / sum(tensor.nbytes for tensor in own.values())
@@ -439,7 +441,7 @@ def memory_taken(members: Sequence[int], layout: dict[str, int], folder: str, mi
             trainer.step(step, parts, 1)
         ended.set()
         watcher.join()
-        with trainer.whole_weights(True):
+        with whole(trainer.parallel.whole):
             return {"step": max(levels) - before, "between": private_bytes() - before}
 
 

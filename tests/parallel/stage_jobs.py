@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from puna.models.generation import Engine
 from puna.models.training.parallel.base import Parallel
@@ -85,6 +90,56 @@ def stage_reads(members: Sequence[int], **given: Any) -> int:
     raise AssertionError("the stage ended without a step")
 
 
+class Live(TorchDispatchMode):
+    """A count of the bytes in memory of all tensors that operators return. Tensors in mapped files do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):  # it dispatches its local tensor's operators, which are counted
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor) and not one.is_meta and not isinstance(one, DTensor):
+                storage = one.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    weakref.finalize(storage, self.set, storage._cdata, None)
+                    self.set(storage._cdata, 0 if "from_file" in str(func) else storage.nbytes())
+        return out
+
+    def set(self, storage: int, size: int | None) -> None:
+        self.now += (size or 0) - self.sizes.pop(storage, 0)
+        if size is not None:
+            self.sizes[storage] = size
+        self.most = max(self.most, self.now)
+
+
+def stage_memory(members: Sequence[int], bucket: int, **given: Any) -> int:
+    """Return the most bytes that a rank's tensors take in a stage, outside of training steps. `bucket`: elements of an exchange."""
+    live = Live()
+
+    def step(self: Trainer, *asked: Any, real: Callable[..., Any] = Trainer.step) -> Any:
+        most = live.most
+        row = real(self, *asked)
+        live.most = most
+        return row
+
+    def resize(storage: Any, size: int, real: Callable[..., Any] = torch.UntypedStorage.resize_) -> Any:
+        out = real(storage, size)
+        if live.sizes.get(storage._cdata) is not None:
+            live.set(storage._cdata, storage.nbytes())
+        return out
+
+    changes = mock.patch.object(Trainer, "step", step), mock.patch.object(torch.UntypedStorage, "resize_", resize)
+    few = mock.patch("puna.models.training.parallel.mesh.BUCKET", bucket), mock.patch("puna.models.accounting.matrix_rate", lambda: 1.0)
+    with changes[0], changes[1], few[0], few[1], live:
+        stage(members, **given)
+    return live.most
+
+
 def verified(members: Sequence[int], **given: Any) -> int:
     """Return the number of answers that a rank's verifiers score in a stage."""
     count, real = 0, Scorer.scores
@@ -135,4 +190,4 @@ def decided(members: Sequence[int], folder: str) -> dict[str, Any]:
     return {"accepted": accepted, "kept": sum(float(p.abs().sum()) for p in network_.parameters()) > 0}
 
 
-JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "verified": verified, "learned": learned, "decided": decided}
+JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "stage_memory": stage_memory, "verified": verified, "learned": learned, "decided": decided}

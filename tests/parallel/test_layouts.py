@@ -67,9 +67,9 @@ def test_a_rank_keeps_as_many_passes_as_its_schedule_says_and_computes_layers_tw
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_a_rank_that_trains_pieces_holds_no_whole_weights_before_and_in_a_step(ranks: Run, layout: dict[str, int]):
-    for before, held, stepped, after in ranks("whole_bytes", 2, layout=layout):
-        assert before == after == 1 and held < 0.1 and stepped < 0.1
+def test_a_rank_that_trains_pieces_holds_no_whole_weights_from_then_on(ranks: Run, layout: dict[str, int]):
+    for before, *later in ranks("whole_bytes", 2, layout=layout):
+        assert before == 1 and max(later) < 0.1
 
 
 @pytest.mark.parametrize("fault, layout, variant", [

@@ -13,7 +13,7 @@ from puna.models.training.loop import fingerprint
 from puna.models.training.parallel.boxes import load
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.parallel import parallel
-from puna.models.training.state import load_state
+from puna.models.training.state import load_state, read_each
 
 from .cases import network
 from .conftest import Run
@@ -64,10 +64,15 @@ def test_the_state_of_whole_matrices_is_read_by_every_layout(ranks: Run, optimiz
 @pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=str)
 def test_the_tensors_of_a_prefix_are_read_alone(ranks: Run, tmp_path: Path, layout: dict[str, int]):
     ranks("trained", size(layout), layout=layout, folder=str(tmp_path), steps=3)
-    whole, weights = load_state(tmp_path), load_state(tmp_path, "weight.")
-    assert whole is not None and weights is not None and len(weights[0]) < len(whole[0]) / 3 and weights[1] == whole[1]
-    assert weights[0].keys() == {name for name in whole[0] if name.startswith("weight.")}
-    assert all(torch.equal(tensor, whole[0][name]) for name, tensor in weights[0].items())
+    whole, (empty, tensors) = load_state(tmp_path), read_each(tmp_path, "weight.")
+    weights = dict(tensors)
+    assert whole is not None and weights.keys() == empty.keys() == {name for name in whole[0] if name.startswith("weight.")}
+    assert all(torch.equal(tensor, whole[0][name]) and tensor.shape == empty[name].shape for name, tensor in weights.items())
+    file = next(tmp_path.glob("step-*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ValueError, match="the saved training state is damaged"):
+            read_each(folder, "weight.")
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pipeline": 2}], ids=str)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from puna.models.training.parallel.boxes import load, save
 from puna.models.training.parallel.layout import AXES, READERS
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, buckets, by_load
 from puna.models.training.state import Job, load_state, write_state
+from puna.models.transformer import Transformer
 
 Part = tuple[Any, bool]
 """A micro-batch, and False if its loss does not count: a rank with too few micro-batches repeats the step's smallest, uncounted."""
@@ -164,38 +166,41 @@ class Parallel:
     def gather(self, pieces: Mapping[str, Piece], values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield each name of `pieces` with its whole tensor, bit-identical, from all ranks. `values`: this rank's pieces, by name."""
         for names in buckets(pieces, lambda name: math.prod(pieces[name].shape)):
-            whole = {name: values[name] for name in names if name in values and not pieces[name].cut}
-            rest = {name: pieces[name] for name in names if name not in whole}
-            flat = torch.zeros(sum(sizes := [math.prod(piece.shape) for piece in rest.values()]))
-            for (name, piece), out in zip(rest.items(), flat.split(sizes), strict=True):
-                whole[name] = out.view(piece.shape)
-                if name in values and piece.counts(self.mesh.at):
-                    whole[name][piece.slices()] = values[name]
-            if rest:  # As integers: a sum of floats would lose the sign of negative zeros.
-                self.mesh.add_everywhere(flat.view(torch.int32))
-            yield from ((name, whole[name]) for name in names)
+            whole = self._gather(names, pieces, values)
+            yield from ((name, whole.pop(name)) for name in names)
+
+    def _gather(self, names: Sequence[str], pieces: Mapping[str, Piece], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        whole = {name: values[name] for name in names if name in values and not pieces[name].cut}
+        rest = {name: pieces[name] for name in names if name not in whole}
+        flat = torch.zeros(sum(sizes := [math.prod(piece.shape) for piece in rest.values()]))
+        for (name, piece), out in zip(rest.items(), flat.split(sizes), strict=True):
+            whole[name] = out.view(piece.shape)
+            if name in values and piece.counts(self.mesh.at):
+                whole[name][piece.slices()] = values[name]
+        if rest:  # As integers: a sum of floats would lose the sign of negative zeros.
+            self.mesh.add_everywhere(flat.view(torch.int32))
+        return whole
 
     @torch.no_grad()
-    def publish(self, values: Mapping[str, Tensor]) -> None:
-        """Write the weights `values`, this rank's pieces, into the whole model. With one process, do nothing."""
-        if self.processes == 1:
+    def publish(self) -> None:
+        """Write the ranks' pieces into the whole model, on all ranks. If this rank trains the whole model, do nothing."""
+        if self.model is self.whole:
             return
-        cut = self.model is not self.whole
-        weights = {name: p for name, p in self.whole.named_parameters() if name in self.pieces and (cut or values[name] is not p)}
-        for name, value in self.gather({name: self.pieces[name] for name in weights}, values):
-            if cut and not self._published:  # copying into weights that are mapped from a file would read all of them
-                weights[name].data = value.to(self.device, copy=True)
-            else:
+        weights = dict(self.whole.named_parameters())
+        for name, value in self.gather(self.pieces, self.parameters):
+            if self._published:
                 weights[name].copy_(value)
+            else:  # copying into weights that are mapped from a file would read all of them
+                weights[name].data = value.to(self.device, copy=True)
         self._published = True
 
     def release(self) -> None:
-        """Free the whole model's weights if this rank trains another, split model; `publish` allocates and writes them again."""
-        if self.model is not self.whole:
-            for name, parameter in self.whole.named_parameters():
-                if name in self.pieces:
-                    parameter.data = parameter.new_zeros(()).expand(parameter.shape)
-            self._published = False
+        """If this rank trains pieces of the whole model, free the whole weights: the pieces are now the model's weights (`held`). A result
+        that is computed from whole weights is then NaN. `publish` allocates and writes them again."""
+        if isinstance(self.whole, Transformer) and self.model is not self.whole:
+            for parameter in self.whole.parameters():
+                parameter.data = torch.full((), math.nan, device=parameter.device).expand(parameter.shape)
+            self.whole.held, self._published = self, False
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
         """Return the piece that a state tensor represents. A tensor `…NAME` in the shape of weight NAME's piece is cut like that weight."""
@@ -232,8 +237,25 @@ class Parallel:
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return this rank's pieces of `tensors` and saved `optional` ones (one process: all) and the record; None if none is saved."""
+        """Return this rank's pieces of `tensors`, which are overwritten, and saved `optional` ones, and the record; None if none is saved.
+        One process gets copies of all saved tensors."""
         if self.processes == 1:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))
-        return load(folder, pieces, more, self.mesh)
+        return load(folder, pieces, more, self.mesh, tensors)
+
+
+@contextmanager
+def whole(model: nn.Module) -> Iterator[None]:
+    """Within the context, give a model whose weights the ranks hold in pieces its whole weights; all ranks must enter together."""
+    held = getattr(model, "held", None)
+    if held is not None:
+        held.publish()
+    yield
+    if held is not None:
+        held.release()
+
+
+def whole_weights(model: Transformer) -> Iterable[tuple[str, Tensor]]:
+    """Return a model's weights by name. If the ranks hold them in pieces, all ranks must read them together, and none keeps them."""
+    return model.state_dict().items() if model.held is None else model.held.gather(model.held.pieces, model.held.parameters)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from puna.models.training.boxes import names, read
+from puna.models.training.boxes import empty, read
 from puna.models.training.state import DAMAGE, RECORD, checksum, file_checksum, flush, newest_first, publish, raise_if_disk, read_record
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tenso
 
 
 def load(
-    folder: Path, pieces: Mapping[str, Piece], optional: Mapping[str, Piece], mesh: Mesh
+    folder: Path, pieces: Mapping[str, Piece], optional: Mapping[str, Piece], mesh: Mesh, into: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint.
+    """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint. `into`: see `read`.
 
     Each rank verifies a share of the files, and reads boxes from any file. Raise ValueError on all ranks if a file is damaged or missing.
     """
@@ -76,6 +76,6 @@ def load(
     if mesh.agree(damaged):
         raise ValueError(damage)
     index = record.pop("index", None)
-    there = names(path, index)
+    there = set(empty(path, None)) if index is None else {name for boxes in index.values() for name in boxes}
     own_pieces = {**pieces, **{name: piece for name, piece in optional.items() if name in there}}
-    return read(path, index, {name: (piece.shape, piece.box) for name, piece in own_pieces.items()}), record
+    return read(path, index, {name: (piece.shape, piece.box) for name, piece in own_pieces.items()}, into), record

@@ -15,7 +15,7 @@ from puna.models.accounting import Precision, activation_bytes, optimizer_bytes,
 from puna.models.config import ModelConfig
 from puna.models.machine import DataSheet, Machine
 from puna.models.parameters import parameters
-from puna.models.training.parallel.layout import AXES, PROVED, Layout
+from puna.models.training.parallel.layout import AXES, BUCKET, PROVED, Layout
 
 REACHED = 0.71
 """Factor on a device's rates for inefficiencies that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100."""
@@ -35,7 +35,8 @@ class Work:
     """A training step: `rows` sequences of `length` tokens. `micro_tokens`: tokens of a data-parallel rank's micro-batch.
 
     checkpointing: True if the backward pass computes each layer again. moments: bytes of optimizer state per parameter.
-    matrix_factor: speed of matrix products relative to bf16 (1; more with 8 bits).
+    matrix_factor: speed of matrix products relative to bf16 (1; more with 8 bits). whole: True if each process needs whole weights between
+    steps, to answer questions.
     """
 
     rows: int
@@ -45,6 +46,7 @@ class Work:
     checkpointing: bool = False
     moments: int = 8
     matrix_factor: float = 1.0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,8 @@ class Estimate:
         return ", ".join(said + parts) or "nothing but computing"
 
 
-def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED, whole: bool = True) -> Estimate:
-    """Return a step's time and memory. `whole`: count the whole weights that each process of Puna gathers between steps.
-
-    `reached`: see `REACHED`. Raise ValueError if a data-parallel rank would have less than one row.
-    """
+def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, reached: float = REACHED) -> Estimate:
+    """Return a step's time and memory. `reached`: see `REACHED`. Raise ValueError if a data-parallel rank would have less than one row."""
     machine, readers = Machine.of(sheet, work.precision), layout.readers
     if work.rows < readers:
         raise ValueError(f"{work.rows} rows a step are too few for {readers} readers")
@@ -109,7 +108,7 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank updates only its own boxes
     absent = -micro % stages * (1 if micro < stages else 2 / 3)  # of the last group: both passes or only the backward one
     bubble = (stages - 1 + absent * (layout.virtual_stages - 1)) / layout.virtual_stages * (compute + transfers)
-    needed = process_bytes(config, work, layout, tokens, micro, whole)
+    needed = process_bytes(config, work, layout, tokens, micro)
     transfers = micro * transfers + exposed + summed
     return Estimate(layout, work, micro * compute, transfers, bubble, update, needed, needed <= FULL * sheet.memory)
 
@@ -139,10 +138,10 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
     return seconds
 
 
-def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int = 0, micro: int = 1, whole: bool = True) -> float:
+def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int = 0, micro: int = 1) -> float:
     """Return the bytes on the fullest device: state of its pieces, activations of the micro-batches under way, gathered layers.
 
-    Between steps the device has no gradients or activations, but with `whole` the whole weights in fp32, for validation and saving.
+    Between steps the device has no gradients or activations, but in fp32 a bucket of whole weights for saving, or all whole weights.
     """
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
     layers = layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)
@@ -155,10 +154,12 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
     needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
     if layout.shard > 1:  # two layers' weights, one layer's gradient and its reduce-scatter; twice the weights outside layers
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
-    if not whole or layout.axes <= {"data"}:
+    if layout.axes <= {"data"}:
         return needed
     resting = work.moments + (4 if work.precision == "fp32" else 6)
-    return max(needed, resting * held / layout.shard + 4 * counts.total)
+    largest = max(counts.embedding, config.hidden_size * config.intermediate_size, counts.experts / config.num_hidden_layers * 2 / 3)
+    gathered = counts.total if work.whole else min(counts.total, BUCKET + largest)
+    return max(needed, resting * held / layout.shard + 4 * gathered)
 
 
 def layouts(devices: int) -> Iterator[Layout]:

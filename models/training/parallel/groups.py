@@ -69,7 +69,7 @@ class Groups:
         """Return the model that this rank samples from: gathered if it also trains and ranks sample from whole models, else `held`."""
         if not self.trains or _in_pieces(held.mesh.layout):
             return held
-        held.publish(held.parameters)
+        held.publish()
         return Parallel(held.whole, Mesh(ONE))
 
     def ask(self, held: Parallel, order: dict[str, Any]) -> None:

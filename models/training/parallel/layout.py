@@ -27,6 +27,8 @@ PROVED = frozenset(
 )  # fmt: skip
 """Sets of axes with sizes above 1 whose results `tests/parallel` compares with one process."""
 CUT = frozenset(AXES) - {"data"}
+BUCKET = 1 << 23
+"""Elements at which a bucket of tensors is full: few large exchanges are faster than many small ones."""
 UNPROVED = {"z_loss": CUT, "adapters": CUT, "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES), "kto": frozenset({"pipeline"})}
 """Setting → the axes with which no test proves it."""
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from puna.models.training.parallel.layout import AXES, READERS, Layout
+from puna.models.training.parallel.layout import AXES, BUCKET, READERS, Layout
 
 T = TypeVar("T")
 
@@ -27,8 +27,6 @@ TIMEOUT = timedelta(minutes=10)
 """Time after which a rank that waits for another rank raises an error."""
 JOINING = timedelta(minutes=10)
 """Time within which all processes must join."""
-BUCKET = 1 << 23
-"""Elements at which a bucket of tensors is full: few large exchanges are faster than many small ones."""
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _store: Any = None
 

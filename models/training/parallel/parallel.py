@@ -7,12 +7,14 @@ import copy
 import torch
 from torch import nn
 
+from puna.models.config import ModelConfig
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.cut import Cut
+from puna.models.training.parallel.cut_model import place
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, layout_of
 from puna.models.training.parallel.pipeline import Pipelined
-from puna.models.transformer import Transformer
+from puna.models.transformer import Transformer, initial_values
 
 
 def parallel(
@@ -30,6 +32,11 @@ def parallel(
     if layout.axes <= {"data"}:
         return Parallel(model, mesh, device)
     assert isinstance(model, Transformer)
+    if model.held is not None:
+        if model.held.mesh.layout != layout:
+            raise ValueError(f"the model's weights are divided by the layout {model.held.mesh.layout}, not by {layout}")
+        model.held.owned = frozenset()
+        return model.held
     if layout.pipeline > 1:
         return Pipelined(model, mesh, device)
     if layout.shard == 1:
@@ -46,11 +53,39 @@ def part_of(
     """Return this rank's part of a model for inference, in fp32. If the model is not split, return it whole, or a copy in `dtype`."""
     if layout.parts(model.config) is None:
         return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
+    if model.held is not None:
+        return model.held
     held = parallel(model.requires_grad_(True), layout, mesh, device)
     held.model.requires_grad_(False)
     return held
 
 
 def alone(model: Transformer | Parallel) -> Parallel:
-    """Return a model as a `Parallel` of one process; return a `Parallel` unchanged."""
-    return model if isinstance(model, Parallel) else Parallel(model, Mesh(Layout()))
+    """Return what has a model's weights: a `Parallel` itself, the ranks' pieces, or the whole model as a `Parallel` of one process."""
+    return model if isinstance(model, Parallel) else model.held or Parallel(model, Mesh(Layout()))
+
+
+def in_pieces(model: Transformer, layout: Layout, device: torch.device) -> Transformer:
+    """Return a model; if the layout divides it, each rank then holds only its pieces, on `device`."""
+    if layout.parts(model.config) is not None:
+        parallel(model, layout, device=device).release()
+    return model
+
+
+@torch.no_grad()
+def initial(config: ModelConfig, seed: int, layout: Layout, device: torch.device) -> Transformer:
+    """Return a model with its `initial_values`, on `device`. If the layout divides the model, each rank draws only its own pieces."""
+    if layout.parts(config) is None:
+        return Transformer(config, seed=seed).to(device)
+    with torch.device("meta"):
+        model = Transformer(config)
+    for name, weight in list(model.named_parameters(remove_duplicate=False)):
+        place(model, name, nn.Parameter(torch.zeros(()).expand(weight.shape)))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    held = parallel(model, layout, device=device)
+    for name, weight in held.parameters.items():
+        piece = held.pieces[name]
+        weight.copy_(initial_values(config, seed, name, piece.shape, piece.slices()))
+    held.release()
+    return model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,11 @@ class Sharded(Cut):
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         """Return a meta tensor of the piece's shape: the rank's rows are read later, once FSDP2 has sharded the tensor."""
         return torch.empty([stop - start for start, stop in self.pieces[name].box], device="meta")
+
+    def ask(self, compute: Callable[[Any, Any], Tensor], part: Any) -> Tensor:
+        values = super().ask(compute, part)
+        cast("FSDPModule", self.model).reshard()  # else the weights outside layers stay gathered until a backward pass
+        return values
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
         numbers = super().forward_backward(parts, compute, collect)
