@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from puna.kernels.adamw import clipping_factor
-from puna.kernels.operators import deterministic
+from puna.kernels.operators import PLAIN, deterministic
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
-from puna.models.training.objectives.dpo import Kto
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
 from puna.models.training.packing import Later
 from puna.models.training.parallel.base import Parallel, Part
@@ -67,10 +66,15 @@ def in_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.to(dtype) if data.is_floating_point() else data
 
 
+def rounded(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the model's parameters with their data, except those that FSDP2 rounds itself."""
+    return [(parameter, parameter.data) for parameter in model.parameters() if type(parameter) in PLAIN]
+
+
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Hold the model's parameters in `precision` within the context, rounded as in a training step."""
-    originals = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype != DTYPES[precision]]
+    originals = [(parameter, data) for parameter, data in rounded(model) if parameter.dtype != DTYPES[precision]]
     for parameter, data in originals:
         parameter.data = in_dtype(data, DTYPES[precision])
     try:
@@ -113,16 +117,15 @@ class Trainer:
             raise ValueError("the model has no parameter that requires a gradient")
         self.device = device or next(p.device for p in model.parameters() if p.requires_grad)
         self.precision = config.compute.precision_on(self.device.type)
-        used = {"z_loss": getattr(objective, "z_loss", 0.0), "kto": isinstance(objective, Kto)}
-        self.parallel = parallel(model, config.compute.layout, mesh, self.device, self.precision, **used)
+        self.parallel = parallel(model, config.compute.layout, mesh, self.device, self.precision)
         self.model, self.objective, self.config = self.parallel.model, objective, config
         self.parameters = self.parallel.parameters
         model = self.model
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
         self._parts: list[Part] = []
-        if self.precision == "bf16":
-            self._originals = [(p, p.data) for p in model.parameters()]
+        if self.precision == "bf16" and (originals := rounded(model)):
+            self._originals = originals
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
                 parameter.data = in_dtype(data, torch.bfloat16)
@@ -149,7 +152,7 @@ class Trainer:
     def whole_weights(self, wanted: bool) -> Iterator[None]:
         """If `wanted`, give the model its whole weights within the context; then free these if this rank trains only pieces of them."""
         if wanted:
-            self.parallel.publish(self.weights)
+            self.parallel.publish(self.weights, self.parallel.dtype)
         yield
         if wanted:
             self.parallel.release()
@@ -215,7 +218,7 @@ class Trainer:
         for part, counted in parts:
             values = dict(self.objective.totals(part))
             if measure is not None:
-                values |= measure(self.model, self._to_device(part))
+                values |= measure(self.parallel.ask, self._to_device(part))
             for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + value * counted
         return {"totals": self.parallel.totals(totals)}

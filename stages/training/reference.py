@@ -51,8 +51,9 @@ class Reference:
         missing = [i for i, some in enumerate(names) if not all(name in self._stored for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
         size, layout = config.training.compute.micro_batch_tokens, config.training.compute.layout
-        held = part_of(model, layout, ranks.mesh(layout), device())
-        with computing_in(held.model, training_precision(config.training.compute, self._run)):
+        precision = training_precision(config.training.compute, self._run)
+        held = part_of(model, layout, ranks.mesh(layout), device(), precision=precision)
+        with computing_in(held.model, precision):
             sums = sum_logprobs(
                 held, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
             )

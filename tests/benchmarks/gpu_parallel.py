@@ -46,6 +46,7 @@ from torch import Tensor  # noqa: E402
 from puna.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from puna.kernels.linear_token_logprobs import linear_token_logprobs  # noqa: E402
 from puna.models.config import ModelConfig  # noqa: E402
+from puna.models.machine import DTYPES  # noqa: E402
 from puna.models.training.objectives import LanguageModeling  # noqa: E402
 from puna.models.training.objectives.base import Targets  # noqa: E402
 from puna.models.training.parallel import collectives, vocabulary  # noqa: E402
@@ -153,7 +154,7 @@ def alone(axis: str) -> Iterator[Mesh]:
     from puna.models.training.parallel.shard import Sharded
 
     kind = {"data": Parallel, "shard": Sharded, "tensor": Cut, "expert": Cut}[axis]
-    made = mock.patch("puna.models.training.trainer.parallel", lambda model, layout, mesh, device: kind(model, mesh, device))
+    made = mock.patch("puna.models.training.trainer.parallel", lambda model, layout, mesh, device, precision, **_: kind(model, mesh, device, DTYPES[precision]))
     with made, mock.patch.object(Parallel, "processes", 2):
         yield Alone(axis)
 

@@ -65,12 +65,15 @@ def sent(given: dict[str, list[Artifact]]) -> dict[str, list[Any]]:
     ("grpo", {"generate": 4, "generate_tensor": 2}), ("grpo", {"compute": {"layout": {"data": 4, "pipeline": 2}}}),
     ("distill", {"training": {"compute": {"layout": {"data": 4, "pipeline": 2}}}}),
     ("dpo", {"training": {"compute": {"layout": {"data": 4, "pipeline": 2, "virtual_stages": 2}}}}),
-], ids=["dpo", "distill", "grpo", "grpo by stages", "distill by stages", "dpo by interleaved stages"])  # fmt: skip
+    ("dpo", {"training": {"compute": {"layout": {"data": 4, "shard": 2}, "precision": "bf16"}}}),
+], ids=["dpo", "distill", "grpo", "grpo by stages", "distill by stages", "dpo by interleaved stages", "dpo by shards in bf16"])  # fmt: skip
 def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
     ranks: Run, name: str, more: dict[str, Any], tmp_path: Path, store: Store, model: Callable[..., Artifact]  # noqa: F811
 ) -> None:
     given, stage = inputs(store, name, model(3, groups=2, layers=4), model(4, groups=2, layers=4)), REGISTRY[name]
-    config = CONFIGS[name]
+    config, compute = CONFIGS[name], more.get("training", {}).get("compute", {})
+    if "precision" in compute:
+        config = config | {"training": config["training"] | {"compute": {"precision": compute["precision"]}}}
     other = shutil.copytree(store.root, tmp_path / "other")
     single = {key: some if next(spec for spec in stage.inputs if spec.name == key).many else some[0] for key, some in given.items()}
     one = execute(stage, stage.config(**config), single, store)

@@ -65,10 +65,11 @@ class Parallel:
     whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
     trained parameters by name. pieces: each local tensor's part of the whole tensor. owned: weights whose optimizer state one rank has
     whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the pieces; None: the whole model's.
+    dtype: in which the model computes.
     """
 
-    def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None) -> None:
-        self.whole, self.mesh = whole, mesh
+    def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self.whole, self.mesh, self.dtype = whole, mesh, dtype
         self.beside: dict[str, Parallel] = {}
         self.owned: frozenset[str] = frozenset()
         self.model: nn.Module = whole
@@ -176,15 +177,15 @@ class Parallel:
             yield from ((name, whole[name]) for name in names)
 
     @torch.no_grad()
-    def publish(self, values: Mapping[str, Tensor]) -> None:
-        """Write the weights `values`, this rank's pieces, into the whole model. With one process, do nothing."""
+    def publish(self, values: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+        """Write the weights `values`, this rank's pieces, into the whole model, in `dtype` if it is split. With one process, do nothing."""
         if self.processes == 1:
             return
         cut = self.model is not self.whole
         weights = {name: p for name, p in self.whole.named_parameters() if name in self.pieces and (cut or values[name] is not p)}
         for name, value in self.gather({name: self.pieces[name] for name in weights}, values):
             if cut and not self._published:  # copying into weights that are mapped from a file would read all of them
-                weights[name].data = value.to(self.device, copy=True)
+                weights[name].data = value.to(self.device, dtype, copy=True)
             else:
                 weights[name].copy_(value)
         self._published = True

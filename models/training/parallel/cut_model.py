@@ -23,7 +23,7 @@ from puna.models.training.parallel.collectives import add_gradients, add_parts, 
 from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
 from puna.models.training.parallel.vocabulary import Share
-from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend
+from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend, softcap
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism splits along the outputs (linear layers) or along the vocabulary."""
@@ -90,7 +90,7 @@ class CutTransformer(Transformer):
             super().__init__(whole.config, whole.head)
         self.mesh, self.tensor = mesh, mesh.group("tensor")
         tokens, p = whole.config.vocab_size, mesh.size("tensor")
-        self.share = Share(bounds(tokens, p, mesh.at["tensor"])[0], cut(tokens, p), self.tensor)
+        self.share = Share(bounds(tokens, p, mesh.at["tensor"])[0], cut(tokens, p), self.tensor, whole.config.final_logit_softcapping)
         if self.tensor is not None:
             self._cut_matrices(self.model)
             self.parts = Parts(partial(dist.all_reduce, group=self.tensor), mesh.at["tensor"] == 0)
@@ -150,18 +150,22 @@ class CutTransformer(Transformer):
         logits_VN = self.lm_head(add_gradients(hidden_ND, self.tensor)).T
         short = self.share.most - len(logits_VN)
         padded_VN = nn.functional.pad(logits_VN, (0, 0, 0, short))
-        return gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T.contiguous()
+        logits_NV = gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T.contiguous()
+        return softcap(logits_NV, self.config.final_logit_softcapping)
 
-    def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, hidden_ND: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if self.tensor is None:
-            return super().token_logprobs(forest, positions, targets, temperature)
-        hidden_ND = self.hidden(forest)[positions]
-        return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature, self.share)
+            return super()._logprobs(hidden_ND, targets, temperature)
+        return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature, self.share)[:2]
 
-    def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def _normalisers(self, hidden_ND: Tensor, targets: Tensor) -> Tensor:
         if self.tensor is None:
-            return super().cross_entropy(forest, positions, targets, weights)
-        hidden_ND = self.hidden(forest)[positions]
+            return super()._normalisers(hidden_ND, targets)
+        return torch.stack(vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, 1.0, self.share)[::2])
+
+    def _cross_entropy(self, hidden_ND: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        if self.tensor is None:
+            return super()._cross_entropy(hidden_ND, targets, weights)
         return vocabulary.cross_entropy(hidden_ND, self.lm_head.weight, targets, weights, self.share)
 
 

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from puna.models.machine import DTYPES, Precision
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.cut import Cut
 from puna.models.training.parallel.layout import Layout
@@ -16,37 +17,40 @@ from puna.models.transformer import Transformer
 
 
 def parallel(
-    model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, precision: str = "fp32", **used: object
-) -> Parallel:
+    model: nn.Module, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, precision: Precision = "fp32",
+    **used: object,
+) -> Parallel:  # fmt: skip
     """Return a model under a layout (`mesh`'s, if given). Raise ValueError for a layout that is not proved, see `Layout.refusal`.
     `mesh`: the ranks; None: all processes. `device`: where this rank's pieces are; None: the model's device."""
     layout = mesh.layout if mesh is not None else layout_of(layout)
     config, place = model.config if isinstance(model, Transformer) else None, device or next(model.parameters()).device
     used["dropout"] = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
     used["adapters"] = config is None or not all(p.requires_grad for p in model.parameters())
-    if why := layout.refusal(precision, place.type, config, **used):
+    if why := layout.refusal(place.type, config, **used):
         raise ValueError(why)
-    mesh = mesh or Mesh(layout)
+    mesh, dtype = mesh or Mesh(layout), DTYPES[precision]
     if layout.axes <= {"data"}:
-        return Parallel(model, mesh, device)
+        return Parallel(model, mesh, device, dtype)
     assert isinstance(model, Transformer)
     if layout.pipeline > 1:
-        return Pipelined(model, mesh, device)
+        return Pipelined(model, mesh, device, dtype)
     if layout.shard == 1:
-        return Cut(model, mesh, device)
+        return Cut(model, mesh, device, dtype)
     # The import of FSDP takes a second, which other layouts do not wait for.
     from puna.models.training.parallel.shard import Sharded
 
-    return Sharded(model, mesh, device)
+    return Sharded(model, mesh, device, dtype)
 
 
 def part_of(
-    model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> Parallel:
-    """Return this rank's part of a model for inference, in fp32. If the model is not split, return it whole, or a copy in `dtype`."""
+    model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None,
+    precision: Precision = "fp32",
+) -> Parallel:  # fmt: skip
+    """Return this rank's part of a model for inference, in fp32 (`precision`: see `computing_in`). If the model is not split, return it
+    whole, or a copy in `dtype`."""
     if layout.parts(model.config) is None:
         return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
-    held = parallel(model.requires_grad_(True), layout, mesh, device)
+    held = parallel(model.requires_grad_(True), layout, mesh, device, precision)
     held.model.requires_grad_(False)
     return held
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -86,15 +86,15 @@ class StageTransformer(Transformer):
         """Return the final hidden states [T, D] from the last stage's input. Raise ValueError at a second call in a micro-batch."""
         inputs, self.given = self.given, None
         if inputs is None:
-            raise ValueError("this objective calls the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
+            raise ValueError("this objective calls the model more than once in a micro-batch: set layout.pipeline to 1")
         return self.through(forest, inputs, -1)
 
 
 class Pipelined(Parallel):
     """A `Transformer` in stages of layers: the layout `pipeline`, with copies of each stage if there is `data`."""
 
-    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
-        super().__init__(whole, mesh, device)
+    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(whole, mesh, device, dtype)
         self._rank, self._ranks, self._stages = mesh.at["pipeline"], mesh.size("pipeline"), mesh.layout.stages
         layers = whole.config.num_hidden_layers
         starts = [-(-layers * stage // self._stages) for stage in range(self._stages + 1)]
@@ -136,8 +136,6 @@ class Pipelined(Parallel):
                 for name, value in waiting[number, stage][2].items():
                     metrics[name] = metrics[name] + value if name in metrics else value
         self._wait_for_sends()
-        if self._tied:
-            self._add_tied()
         return total, metrics
 
     @torch.no_grad()
@@ -156,14 +154,14 @@ class Pipelined(Parallel):
 
         Return the input (None for the first stage), the output (the loss for the last stage), and the last stage's metrics."""
         forest = getattr(part, "targets", part).forest
-        weight = next(iter(self.parameters.values()))
+        device, dtype = self.held.place
         inputs = None
         if stage:
-            inputs = torch.empty(len(forest), self.held.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            inputs = torch.empty(len(forest), self.held.config.hidden_size, dtype=dtype, device=device)
             self._receive(inputs, stage - 1, stage)
             inputs.requires_grad_()
         if stage < self._stages - 1:
-            out = self.held.through(forest.to(weight.device), inputs, self._own.index(stage))
+            out = self.held.through(forest.to(device), inputs, self._own.index(stage))
             self._send(out.detach(), stage, stage + 1)
             return inputs, out, {}
         self.held.given = inputs
@@ -195,9 +193,12 @@ class Pipelined(Parallel):
             while sent:
                 sent.popleft()[0].wait()
 
-    def _add_tied(self) -> None:
-        """Sum the gradients of the embedding and of the tied output layer: one matrix, held by the first and the last stage."""
-        weight = self.parameters.get(EMBEDDING)
+    def add_gradients(self, weights: Mapping[str, Tensor]) -> None:
+        super().add_gradients(weights)
+        if not self._tied:
+            return
+        # The embedding and the tied output layer are one matrix, held by the first and the last stage.
+        weight = weights.get(EMBEDDING)
         shape = self.pieces[EMBEDDING].shape
         gradient = torch.zeros(shape, device=self.device) if weight is None or weight.grad is None else weight.grad
         self.mesh.add(gradient, "pipeline")
