@@ -311,7 +311,7 @@ def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: M
     Raise ValueError if `scales` names an unknown parameter.
     """
     settings, model = config.optimizer, held.whole
-    if unknown := sorted(scales.keys() - weights.keys()):
+    if unknown := sorted(scales.keys() - held.pieces.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
     plain, embedded = no_decay_names(model), embeddings(model)
     kind, own = OPTIMIZERS[settings.name], settings.own()

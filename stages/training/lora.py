@@ -73,7 +73,8 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
         parameter.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)
+        # The weights of a layout come in their file's format; PEFT would round adapters to it.
+        inject_adapter_in_model(settings, model.float())
     if model.head == "scalar":
         model.score.requires_grad_(True)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -120,7 +120,8 @@ def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettin
 def adaptable(facts: Facts, name: str, training: TrainingSettings | RolloutSettings, config: AdapterConfig) -> list[str]:
     """Return error messages if the model of input `name` cannot be trained on conversations: chat template, layout, memory, packages."""
     lora, noise = config.method == "lora", isinstance(config, SftConfig) and config.neftune_alpha
-    used = {"adapters": lora, "dropout": lora and config.lora.dropout, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
+    own = {"nf4": config.quantization == "nf4", "dora": lora and config.lora.dora, "dropout": lora and config.lora.dropout}
+    used = {**own, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
     trained = training_memory(facts, name, training.optimizer, config.method, compute=training.compute, **used)
     return [*chat_template(facts, name), *trained, *config.unmet()]
 

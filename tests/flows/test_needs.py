@@ -110,7 +110,8 @@ REFUSED: list[tuple[int, dict[str, object], dict[str, object], str]] = [
     (1, {"tensor": 2}, {}, r"training\.compute\.layout = tensor 2 needs 2 processes, but 1 run; start with --processes 2"),
     (7, {"tensor": 7}, {}, r"compute\.layout: layout\.tensor = 7: num_attention_heads is \d+, which it must divide"),
     (64, {"pipeline": 64}, {}, r"layout\.pipeline = 64: the model has \d+ layers only"),
-    (2, {"shard": 2}, {"method": "lora"}, "shard 2 is proved only without adapters"),
+    (2, {"shard": 2}, {"method": "lora", "lora": {"quantization": "nf4"}}, "shard 2 is proved only without nf4"),
+    (2, {"tensor": 2}, {"method": "lora", "lora": {"dora": True}}, "tensor 2 is proved only without dora"),
     (2, {}, {"method": "lora", "lora": {"dropout": 0.1}}, "data 2 is proved only without dropout"),
 ]
 

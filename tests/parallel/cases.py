@@ -39,6 +39,7 @@ from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel import boxes, vocabulary
 from puna.models.training.parallel.base import Parallel, Piece
+from puna.models.training.parallel.cut_model import without_values
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, store
@@ -117,7 +118,8 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
         def add_gradients(weights: dict[str, Tensor], add: Callable[[Any], None] = held.add_gradients) -> None:
             add(weights)
             own = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-            found.append({name: whole.clone().cpu() for name, whole in held.gather(held.pieces, own)} if not found else {})
+            trained = {name: held.pieces[name] for name, p in model.named_parameters() if p.requires_grad}
+            found.append({name: whole.clone().cpu() for name, whole in held.gather(trained, own)} if not found else {})
 
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
@@ -198,7 +200,7 @@ def compare(
 
 def trained(
     members: Sequence[int], layout: dict[str, int], steps: int, folder: str | None = None, of: int = 4, variant: str = "deep",
-    at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw",
+    at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw", precision: str = "fp32",
 ) -> dict[str, Any]:  # fmt: skip
     """Train up to step `steps` of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is
     called after each step."""
@@ -208,7 +210,7 @@ def trained(
         steps=of,
         schedule={"learning_rate": 0.01, "warmup_steps": 0, "ema": 0.5},
         optimizer={**OPTIMIZERS[optimizer], "epsilon": 1e-3},
-        compute={"layout": chosen},
+        compute={"layout": chosen, "precision": precision},
     )
 
     def on_step(row: dict[str, float]) -> None:
@@ -561,9 +563,9 @@ def gathered(held: Parallel) -> Transformer:
     """Return the whole model, gathered from the ranks' pieces."""
     if held.model is held.whole:
         return held.whole  # type: ignore[return-value]
-    whole = Transformer(held.whole.config)  # type: ignore[arg-type]
+    whole: Transformer = without_values(held.whole).to_empty(device="cpu")
     with torch.no_grad():
-        for name, weight in held.gather(held.pieces, held.parameters):
+        for name, weight in held.gather(held.pieces, {**held.parameters, **held.frozen}):
             whole.get_parameter(name).copy_(weight)
     return whole
 

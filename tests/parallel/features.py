@@ -54,9 +54,12 @@ MODELS: dict[str, dict[str, Any]] = {
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "down_proj")}, "dora": {"dora": True, "alpha": 8.0},
     "pissa": {"initialization": "pissa"}, "nf4": {"quantization": "nf4"},
+    "rich_lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), "initialization": "pissa", "alpha": 8.0},
+    "rich_dora": {"dora": True, "alpha": 8.0}, "dora_moe": {"dora": True, "alpha": 8.0},
+    "lora_moe": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "o_proj"), "initialization": "pissa", "alpha": 8.0},
 }  # fmt: skip
-"""Variants of adapters on the plain model."""
-MODELS |= {key: {} for key in ADAPTERS}
+"""Variants of adapters, on the plain model unless their name has another."""
+MODELS |= {key: RICH if "rich" in key else {"moe": MOE} if "moe" in key else {} for key in ADAPTERS}
 SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "initializer_range", "zero_residual", "rope_theta", "rms_norm_eps", "model_type"),

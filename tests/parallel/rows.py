@@ -60,11 +60,15 @@ def _axes(axes: str) -> list[Row]:
 
 
 SETS = sorted((frozenset(some) for some in PROVED), key=lambda axes: (len(axes), sorted(axes)))
+
+
 ROWS = [
     *(row for axis in ("data", "shard", "tensor", "context", "expert") for row in _one_axis(axis)),
     *(row for axes in ("data shard", "data tensor", "shard tensor", "data context", "shard context", "data expert", "shard expert") for row in _axes(axes)),
     *(row for third in ("tensor", "context", "expert") for row in _axes(f"data shard {third}")),
-    *(Row({"data": 2}, "sft", variant) for variant in ("lora", "dora", "pissa", "nf4")), Row({"data": 2}, "sft", "moe"), Row({"data": 2}, "sft", "rich_moe"),
+    *(Row(dict.fromkeys(sorted(axes), 2), "sft", "lora_moe" if "expert" in axes else "rich_lora") for axes in SETS),
+    *(Row(dict.fromkeys(sorted(axes), 2), "sft", "dora_moe" if "expert" in axes else "rich_dora") for axes in SETS if "tensor" not in axes),
+    *(Row({axis: 3}, "reward", "rich_lora", BF16 | MUON) for axis in AXES if axis != "expert"), Row({"data": 2}, "sft", "nf4"), Row(INTERLEAVED, "sft", "lora"), Row({"data": 2}, "sft", "moe"), Row({"data": 2}, "sft", "rich_moe"),
     *(Row({axis: 2}, "language", "capped") for axis in AXES if axis != "expert"),
     *(Row(dict.fromkeys(sorted(axes), 2), "language", "moe" if "expert" in axes else "plain", BF16) for axes in SETS),
     *(Row({axis: 3}, "scalar", "rich_moe" if axis == "expert" else "rich", BF16 | more) for axis, more in zip(AXES, [MUON, GALORE, TWICE] * 2, strict=True)),
@@ -90,13 +94,13 @@ def proved(axes: frozenset[str]) -> set[str]:
 
 def refused(axes: frozenset[str], feature: str) -> bool:
     """True if a training with a feature is refused under a set of axes."""
-    layout, name = Layout(**dict.fromkeys(axes, 2)), feature.partition(".")[0]
+    layout = Layout(**dict.fromkeys(axes, 2))
     shapes = [MODELS["moe"] if "expert" in axes else {}]
     if feature in model_features():
         outer, _, inner = feature.partition(".")
         able = [one for one in MODELS.values() if outer in one and (not inner or inner in one[outer])]
         shapes = able or [{}]
-    used: dict[str, Any] = {"adapters": name == "lora", "dropout": False}
+    used: dict[str, Any] = {"dora": feature == "lora.dora", "nf4": feature == "lora.quantization", "dropout": False}
     configs = [ModelConfig(**PLAIN | one) for one in shapes]
     return all(layout.refusal("cpu", config, **used) for config in configs)
 

@@ -111,10 +111,10 @@ def test_the_comparison_in_bf16_sees_faults(ranks: Run, fault: str, layout: dict
 
 
 @pytest.mark.parametrize("given, problem", [
-    ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"shard": 2}, "variant": "lora"}, "only without adapters"),
+    ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"tensor": 2}, "variant": "dora"}, "only without dora"),
     ({"layout": {"data": 2}, "variant": "lora", "dropout": 0.1}, "only without dropout"),
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
-    ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"),
+    ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"shard": 2}, "variant": "nf4"}, "only without nf4"),
     ({"layout": {"expert": 2}}, "has no experts"),
     ({"layout": INTERLEAVED, "size": (3, 2)}, "the model has 3 layers only, for 4 stages"),
 ], ids=lambda value: value if isinstance(value, str) else "")

@@ -57,7 +57,7 @@ GSPO = {"ratio": "sequence", "normalizer": "answers", "baseline": "rloo", "clip"
 @pytest.mark.parametrize(
     "layout, generate, more",
     [({"data": 8}, 0, {"own": CISPO}), ({"data": 2}, 1, {}), ({"data": 2}, 2, {"critic": True}), ({"shard": 2}, 1, {}), ({"tensor": 2}, 1, {"critic": True}),
-     ({"data": 2}, 1, {"variant": "lora"}), ({"pipeline": 2}, 1, {"critic": True}), ({"context": 2}, 1, {}), ({"expert": 2}, 1, {"variant": "moe"}),
+     ({"data": 2}, 1, {"variant": "lora"}), ({"shard": 2}, 1, {"variant": "lora"}), ({"tensor": 2}, 1, {"variant": "lora"}), ({"pipeline": 2}, 0, {"variant": "lora"}), ({"pipeline": 2}, 1, {"critic": True}), ({"context": 2}, 1, {}), ({"expert": 2}, 1, {"variant": "moe"}),
      ({"pipeline": 2}, 0, {"critic": True}), ({"pipeline": 2, "virtual_stages": 2}, 0, {"variant": "deep", "critic": True}), ({"tensor": 2}, 0, {"own": GSPO}), ({"shard": 2}, 0, {"critic": True}), ({"context": 2}, 0, {"critic": True}),
      ({"expert": 2}, 0, {"variant": "moe", "critic": True})], ids=str,
 )  # fmt: skip

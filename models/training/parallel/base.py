@@ -63,9 +63,9 @@ class Parallel:
     """A model that every rank holds whole and runs on some micro-batches: the layout `data`, or one process.
 
     whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
-    trained parameters by name. pieces: each local tensor's part of the whole tensor. owned: weights whose optimizer state one rank has
-    whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the pieces; None: the whole model's.
-    dtype: in which the model computes.
+    trained parameters by name; `frozen`: those that are not trained. pieces: each local tensor's part of the whole tensor. owned: weights
+    whose optimizer state one rank has whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the
+    pieces; None: the whole model's. dtype: in which the model computes.
     """
 
     def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
@@ -76,6 +76,7 @@ class Parallel:
         self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
+        self.frozen = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
         self._published = False
 
     @property
@@ -85,8 +86,8 @@ class Parallel:
 
     @property
     def frozen_weights(self) -> dict[str, Tensor]:
-        """Return the weights that are not trained, by name; each rank has them whole."""
-        return {name: p for name, p in self.whole.named_parameters() if name not in self.pieces}
+        """Return this rank's pieces of the weights that are not trained, by name, as it computes with them."""
+        return self.frozen
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
         """Return this rank's micro-batches in the order of the step. All ranks get the same number, if necessary by uncounted repeats."""
@@ -182,6 +183,7 @@ class Parallel:
         if self.processes == 1:
             return
         cut = self.model is not self.whole
+        values = {**values, **self.frozen}
         weights = {name: p for name, p in self.whole.named_parameters() if name in self.pieces and (cut or values[name] is not p)}
         for name, value in self.gather({name: self.pieces[name] for name in weights}, values):
             if cut and not self._published:  # copying into weights that are mapped from a file would read all of them

@@ -25,6 +25,7 @@ class Cut(Parallel):
         if model.head == "lm" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         return own(weight, self.pieces[name].slices(), self.device)

@@ -79,7 +79,8 @@ class Groups:
         digests, first = dict[str, str](), dist.get_rank() == self._training[0]
         if first:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps(order))
-        for name, weight in held.gather(dict(sorted(held.pieces.items())), held.parameters):
+        names = sorted(name for name, p in held.whole.named_parameters() if p.requires_grad)
+        for name, weight in held.gather({name: held.pieces[name] for name in names}, held.parameters):
             weight = weight.to(held.dtype, copy=True)
             digests |= {name: tensors_digest({name: weight})} if first else {}
             dist.broadcast(_bytes(weight), self._training[0], self._everyone)

@@ -27,7 +27,7 @@ PROVED = frozenset(
 )  # fmt: skip
 """Sets of axes with sizes above 1 whose results `tests/parallel` compares with one process."""
 CUT = frozenset(AXES) - {"data"}
-UNPROVED = {"adapters": CUT, "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES)}
+UNPROVED = {"nf4": CUT, "dora": frozenset({"tensor"}), "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES)}
 """Setting → the axes with which no test proves it."""
 
 

@@ -25,7 +25,8 @@ def parallel(
     layout = mesh.layout if mesh is not None else layout_of(layout)
     config, place = model.config if isinstance(model, Transformer) else None, device or next(model.parameters()).device
     used["dropout"] = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-    used["adapters"] = config is None or not all(p.requires_grad for p in model.parameters())
+    used["dora"] = any(".lora_magnitude_vector." in name for name, _ in model.named_parameters())
+    used["nf4"] = not all(p.is_floating_point() for p in model.parameters())
     if why := layout.refusal(place.type, config, **used):
         raise ValueError(why)
     mesh, dtype = mesh or Mesh(layout), DTYPES[precision]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from puna.models.forest import Forest
 from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
-from puna.models.training.parallel.cut_model import place
+from puna.models.training.parallel.cut_model import place, without_values
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.transformer import Attend, Transformer, decode, forest_attend
 
@@ -61,6 +61,7 @@ class StageTransformer(Transformer):
     def __init__(self, whole: Transformer, stages: Sequence[range]) -> None:
         with torch.device("meta"):
             super().__init__(whole.config, whole.head)
+        self.model = without_values(whole.model)
         self.stages, self.first = stages, stages[0].start
         self.given: Tensor | None = None
 
@@ -107,6 +108,7 @@ class Pipelined(Parallel):
         for name, parameter in held.items():
             place(self.model, "lm_head.weight" if copy and name == EMBEDDING else name, parameter)
         self.parameters = {name: p for name, p in held.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in held.items() if not p.requires_grad}
         self._sent = [deque[tuple[Any, Tensor]]() for _ in mesh.lanes]
 
     @property
@@ -195,7 +197,7 @@ class Pipelined(Parallel):
 
     def add_gradients(self, weights: Mapping[str, Tensor]) -> None:
         super().add_gradients(weights)
-        if not self._tied:
+        if not self._tied or not self.whole.model.embed_tokens.weight.requires_grad:
             return
         # The embedding and the tied output layer are one matrix, held by the first and the last stage.
         weight = weights.get(EMBEDDING)

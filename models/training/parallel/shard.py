@@ -47,10 +47,16 @@ class Sharded(Cut):
         model.to_empty(device=self.device)
         if model.head == "lm" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
-        self._shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        shards = dict(model.named_parameters())
         for name, weight in whole.named_parameters():
-            _local(self._shards[name]).detach().copy_(own(weight, self.pieces[name].slices(), self.device))
+            _local(shards[name]).detach().copy_(own(weight, self.pieces[name].slices(), self.device))
+        self._shards = {name: p for name, p in shards.items() if p.requires_grad}
         self.parameters = {name: nn.Parameter(_local(p).detach()) for name, p in self._shards.items()}
+        self.frozen = {name: nn.Parameter(_local(p).detach(), False) for name, p in shards.items() if not p.requires_grad}
+
+    @property
+    def frozen_weights(self) -> dict[str, Tensor]:
+        return {name: weight.to(self.dtype) for name, weight in self.frozen.items()}
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         """Return a meta tensor of the piece's shape: the rank's rows are read later, once FSDP2 has sharded the tensor."""
