@@ -407,9 +407,6 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Return the next-token logits [N, V]."""
-        return self._capped(hidden_ND)
-
-    def _capped(self, hidden_ND: Tensor) -> Tensor:
         return softcap(self.lm_head(hidden_ND), self.config.final_logit_softcapping)
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
@@ -422,17 +419,14 @@ class Transformer(nn.Module):
         return self._logprobs(self.hidden(forest)[positions], targets, temperature)
 
     def _logprobs(self, hidden_ND: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if self.config.final_logit_softcapping is None:
+        if (cap := self.config.final_logit_softcapping) is None:
             return linear_token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature)
-        results = by_rows(lambda rows_CD: self._capped(rows_CD) / temperature, hidden_ND, targets)
+        results = by_rows(lambda rows_CD: softcap(self.lm_head(rows_CD), cap) / temperature, hidden_ND, targets)
         return results[0], results[2]
 
     def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
         """Return [2, N], in nats: log p(targets[i] | path up to and including positions[i]), and the log-sum-exp of the logits there."""
-        return self._normalisers(self.hidden(forest)[positions], targets)
-
-    def _normalisers(self, hidden_ND: Tensor, targets: Tensor) -> Tensor:
-        return by_rows(self._capped, hidden_ND, targets)[:2]
+        return by_rows(self.logits, self.hidden(forest)[positions], targets)[:2]
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the scalar sum_i weights[i] * -log p(targets[i] | path up to and including positions[i]), in nats. `weights` [N] float
@@ -440,6 +434,6 @@ class Transformer(nn.Module):
         return self._cross_entropy(self.hidden(forest)[positions], targets, weights)
 
     def _cross_entropy(self, hidden_ND: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        if self.config.final_logit_softcapping is None:
-            return linear_cross_entropy(hidden_ND, self.lm_head.weight, targets, weights)
-        return -(self._normalisers(hidden_ND, targets)[0] * weights).sum()
+        if self.config.final_logit_softcapping is not None:
+            return -(self._logprobs(hidden_ND, targets, 1.0)[0] * weights).sum()
+        return linear_cross_entropy(hidden_ND, self.lm_head.weight, targets, weights)

@@ -66,15 +66,10 @@ def in_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.to(dtype) if data.is_floating_point() else data
 
 
-def rounded(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Return the model's parameters with their data, except those that FSDP2 rounds itself."""
-    return [(parameter, parameter.data) for parameter in model.parameters() if type(parameter) in PLAIN]
-
-
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Hold the model's parameters in `precision` within the context, rounded as in a training step."""
-    originals = [(parameter, data) for parameter, data in rounded(model) if parameter.dtype != DTYPES[precision]]
+    """Hold the model's parameters in `precision` within the context, rounded as in a training step (FSDP2 rounds its own)."""
+    originals = [(p, p.data) for p in model.parameters() if p.dtype != DTYPES[precision] and type(p) in PLAIN]
     for parameter, data in originals:
         parameter.data = in_dtype(data, DTYPES[precision])
     try:
@@ -124,8 +119,9 @@ class Trainer:
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
         self._parts: list[Part] = []
-        if self.precision == "bf16" and (originals := rounded(model)):
-            self._originals = originals
+        if self.precision == "bf16":
+            self._originals = [(p, p.data) for p in model.parameters() if type(p) in PLAIN]  # FSDP2 rounds its own
+        if self._originals:
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
                 parameter.data = in_dtype(data, torch.bfloat16)

@@ -110,13 +110,6 @@ def test_kto_by_hand() -> None:
     assert ratios.grad.tolist() == pytest.approx([-f * 2 * w * s * (1 - s) for f, w, s in zip((1, -1, 1, -1), (3, 5, 3, 5), sigmoid, strict=True)])
 
 
-def test_a_loss_of_the_other_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="loss = sigmoid: Kto needs a loss of answers, not of pairs"):
-        o.Kto(loss="sigmoid")
-    with pytest.raises(ValueError, match="loss = kto: Dpo needs a loss of pairs, not of answers"):
-        o.Dpo(loss="kto")
-
-
 def test_a_certain_answer_gives_finite_odds_and_gradients() -> None:
     given = l.PairLogprobs(*(torch.tensor([v], requires_grad=True) for v in (0.0, -1e4, 0.0, 0.0)), torch.ones(1), torch.ones(1))
     found = l.orpo(given, 0.1).losses.sum()

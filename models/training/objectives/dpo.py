@@ -45,14 +45,11 @@ class DpoBatch(Batch):
 
 
 class PreferenceObjective(Objective[BatchT]):
-    """A preference loss by name, of what `of` says, with a negative log-likelihood (NLL) term on the better answers. Invalid values raise
-    ValueError.
+    """A preference loss by name, with a negative log-likelihood (NLL) term on the better answers. Invalid values raise ValueError.
 
     `nll_normalization`: ``sequence``, the mean over the better answers of each answer's mean per token (Pang et al. 2024); ``tokens``, the
     mean over all tokens of the step's better answers (TRL's ``sft`` loss type). `parameters`: the preference loss's own parameters.
     """
-
-    of = "pairs"
 
     def __init__(
         self, beta: float = 0.1, nll_weight: float = 0.2, nll_normalization: Literal["sequence", "tokens"] = "sequence",
@@ -64,8 +61,6 @@ class PreferenceObjective(Objective[BatchT]):
             raise ValueError(f"nll_normalization is 'sequence' or 'tokens', not {nll_normalization!r}")
         self.beta, self.nll_weight, self.nll_normalization = beta, nll_weight, nll_normalization
         self.preference = LOSSES[loss]
-        if self.preference.of != self.of:
-            raise ValueError(f"loss = {loss}: {type(self).__name__} needs a loss of {self.of}, not of {self.preference.of}")
         self.own = self.preference.own(parameters or {})
 
 
@@ -159,8 +154,6 @@ class KtoBatch(Batch):
 class Kto(PreferenceObjective[KtoBatch]):
     """A loss of labelled answers, averaged over a step's answers, with the step's estimate of the KL divergence. Metrics: ``kl``,
     ``chosen_reward`` and ``rejected_reward`` (means over good and bad answers), ``margin`` (their difference), ``nll``."""
-
-    of = "answers"
 
     def totals(self, batch: KtoBatch) -> dict[str, float]:
         good = batch.desirable

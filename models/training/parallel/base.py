@@ -76,18 +76,13 @@ class Parallel:
         self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
-        self.frozen = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
+        self.frozen: dict[str, Tensor] = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
         self._published = False
 
     @property
     def processes(self) -> int:
         """Return the number of processes in the layout."""
         return self.mesh.layout.processes
-
-    @property
-    def frozen_weights(self) -> dict[str, Tensor]:
-        """Return this rank's pieces of the weights that are not trained, by name, as it computes with them."""
-        return self.frozen
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
         """Return this rank's micro-batches in the order of the step. All ranks get the same number, if necessary by uncounted repeats."""

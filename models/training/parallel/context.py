@@ -6,7 +6,6 @@ cost, so ranks have nearly equal attention work, whatever the lengths of the doc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,17 +99,10 @@ class ContextTransformer(CutTransformer):
         return mine, places[mine]
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        return self._all_places(lambda *own: torch.stack(self._logprobs(*own, temperature)), forest, positions, targets).unbind()  # type: ignore[return-value]
-
-    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
-        return self._all_places(self._normalisers, forest, positions, targets)
-
-    def _all_places(self, compute: Callable[[Tensor, Tensor], Tensor], forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
-        """Return `compute`'s numbers [2, N] at all positions: each rank computes those of its own rows, from hidden states and targets."""
         x_nD, dealt = self._own_hidden(forest)
         mine, places = self._own_places(dealt, positions)
-        own = compute(x_nD[places], targets[mine])
-        return add_parts(own.new_zeros(2, len(positions)).index_copy(1, mine, own), self.context)
+        both = torch.stack(self._logprobs(x_nD[places], targets[mine], temperature))
+        return add_parts(both.new_zeros(2, len(positions)).index_copy(1, mine, both), self.context).unbind()  # type: ignore[return-value]
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         x_nD, dealt = self._own_hidden(forest)

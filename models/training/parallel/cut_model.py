@@ -168,9 +168,10 @@ class CutTransformer(Transformer):
             return super()._logprobs(hidden_ND, targets, temperature)
         return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature, self.share)[:2]
 
-    def _normalisers(self, hidden_ND: Tensor, targets: Tensor) -> Tensor:
+    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
         if self.tensor is None:
-            return super()._normalisers(hidden_ND, targets)
+            return super().normalisers(forest, positions, targets)
+        hidden_ND = self.hidden(forest)[positions]
         return torch.stack(vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, 1.0, self.share)[::2])
 
     def _cross_entropy(self, hidden_ND: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
 def without_values(module: nn.Module) -> Any:
     """Return a copy of a module whose parameters are on the device `meta`."""
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)  # type: ignore[arg-type]
+    return copy.deepcopy(module, memo)
 
 
 def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

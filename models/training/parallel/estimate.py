@@ -180,10 +180,9 @@ def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):
-        if layout.refusal("cuda", config, **used):
-            continue
         try:
-            estimates = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in (False, True)]
+            able = (False, True) if layout.refusal("cuda", config, **used) is None else ()
+            estimates = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in able]
         except ValueError:
             continue
         for one in estimates:

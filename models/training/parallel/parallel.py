@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from puna.kernels.operators import PLAIN
 from puna.models.machine import DTYPES, Precision
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.cut import Cut
@@ -44,15 +45,15 @@ def parallel(
 
 
 def part_of(
-    model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, dtype: torch.dtype | None = None,
-    precision: Precision = "fp32",
-) -> Parallel:  # fmt: skip
-    """Return this rank's part of a model for inference, in fp32 (`precision`: see `computing_in`). If the model is not split, return it
-    whole, or a copy in `dtype`."""
+    model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, precision: Precision | None = None
+) -> Parallel:
+    """Return this rank's part of a model for inference, in `precision` (None: fp32). If the model is not split, return it whole, or a copy
+    in `precision`."""
     if layout.parts(model.config) is None:
-        return alone(model if dtype is None else copy.deepcopy(model).requires_grad_(False).to(dtype))
-    held = parallel(model.requires_grad_(True), layout, mesh, device, precision)
-    held.model.requires_grad_(False)
+        return alone(model if precision is None else copy.deepcopy(model).requires_grad_(False).to(DTYPES[precision]))
+    held = parallel(model.requires_grad_(True), layout, mesh, device, precision or "fp32")
+    for weight in held.model.requires_grad_(False).parameters():
+        weight.data = weight.data.to(held.dtype) if type(weight) in PLAIN else weight.data  # FSDP2 rounds its own
     return held
 
 

@@ -84,10 +84,8 @@ class StageTransformer(Transformer):
         return self.decode(x_TD, forest.positions, forest_attend(self.config, forest.mask), number)
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Return the final hidden states [T, D] from the last stage's input. Raise ValueError at a second call in a micro-batch."""
+        """Return the final hidden states [T, D] from the last stage's input; an objective may call the model once in a micro-batch."""
         inputs, self.given = self.given, None
-        if inputs is None:
-            raise ValueError("this objective calls the model more than once in a micro-batch: set layout.pipeline to 1")
         return self.through(forest, inputs, -1)
 
 
@@ -197,10 +195,9 @@ class Pipelined(Parallel):
 
     def add_gradients(self, weights: Mapping[str, Tensor]) -> None:
         super().add_gradients(weights)
-        if not self._tied or not self.whole.model.embed_tokens.weight.requires_grad:
+        if not self._tied or not self.whole.get_parameter(EMBEDDING).requires_grad:
             return
-        # The embedding and the tied output layer are one matrix, held by the first and the last stage.
-        weight = weights.get(EMBEDDING)
+        weight = weights.get(EMBEDDING)  # with the output layer one matrix, held by the first and the last stage
         shape = self.pieces[EMBEDDING].shape
         gradient = torch.zeros(shape, device=self.device) if weight is None or weight.grad is None else weight.grad
         self.mesh.add(gradient, "pipeline")

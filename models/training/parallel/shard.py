@@ -54,10 +54,6 @@ class Sharded(Cut):
         self.parameters = {name: nn.Parameter(_local(p).detach()) for name, p in self._shards.items()}
         self.frozen = {name: nn.Parameter(_local(p).detach(), False) for name, p in shards.items() if not p.requires_grad}
 
-    @property
-    def frozen_weights(self) -> dict[str, Tensor]:
-        return {name: weight.to(self.dtype) for name, weight in self.frozen.items()}
-
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         """Return a meta tensor of the piece's shape: the rank's rows are read later, once FSDP2 has sharded the tensor."""
         return torch.empty([stop - start for start, stop in self.pieces[name].box], device="meta")
