@@ -431,14 +431,24 @@ class Transformer(nn.Module):
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return ([N] log p(targets[i] | path up to and including positions[i]), [N] entropies), in nats, of the logits over `temperature`.
         `positions` [N] int64: indices of tokens in the row (not position ids), which may repeat."""
-        if self.config.final_logit_softcapping is not None:
-            results = by_rows(lambda rows_CD: self.logits(rows_CD) / temperature, self.hidden(forest)[positions], targets)
-            return results[0], results[2]
-        return linear_token_logprobs(self.hidden(forest)[positions], self.lm_head.weight, targets, temperature)
+        return self._logprobs(self.hidden(forest)[positions], targets, temperature)
+
+    def _logprobs(self, hidden_ND: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if (cap := self.config.final_logit_softcapping) is None:
+            return linear_token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature)
+        results = by_rows(lambda rows_CD: softcap(self.lm_head(rows_CD), cap) / temperature, hidden_ND, targets)
+        return results[0], results[2]
+
+    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
+        """Return [2, N], in nats: log p(targets[i] | path up to and including positions[i]), and the log-sum-exp of the logits there."""
+        return by_rows(self.logits, self.hidden(forest)[positions], targets)[:2]
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the scalar sum_i weights[i] * -log p(targets[i] | path up to and including positions[i]), in nats. `weights` [N] float
         include the denominator: with all equal to 1 / N the result is the mean."""
+        return self._cross_entropy(self.hidden(forest)[positions], targets, weights)
+
+    def _cross_entropy(self, hidden_ND: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         if self.config.final_logit_softcapping is not None:
-            return -(by_rows(self.logits, self.hidden(forest)[positions], targets)[0] * weights).sum()
-        return linear_cross_entropy(self.hidden(forest)[positions], self.lm_head.weight, targets, weights)
+            return -(self._logprobs(hidden_ND, targets, 1.0)[0] * weights).sum()
+        return linear_cross_entropy(hidden_ND, self.lm_head.weight, targets, weights)

@@ -34,7 +34,7 @@ CPU_FLOPS = 1e20
 LARGE, MOST_GPUS = "H100", 2**17
 """The GPU for plans that are too large for a CPU, and the largest number of GPUs that is tried."""
 MODEL = "times are computed; median error 8 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
-REFUSED = "on GPUs: context parallelism, and bf16 with any axis but data; such layouts are planned in fp32, whose times are unchecked"
+REFUSED = "on GPUs: context parallelism"
 LONGEST = 90 * 86_400
 """Maximum seconds of training if the plan chooses the number of GPUs."""
 LOOKED_AT = 256
@@ -239,7 +239,7 @@ def _phase(
     layouts = {}
     if gpu:
         work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=phase.accept is not None)
-        ranked = best_layouts(config, work, gpus, data_sheet(gpu), z_loss=training.z_loss)
+        ranked = best_layouts(config, work, gpus, data_sheet(gpu))
         layouts = {"layouts": _describe_layouts(ranked, gpu, gpus)}
         seconds = ranked[0].seconds if ranked and ranked[0].fits else None
     return {

@@ -74,7 +74,7 @@ def train(
         model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, config.optimizer.spike_window, config.optimizer.spike_limit)
-            with whole(model) if sampled else nullcontext():
+            with whole(model, trainer.parallel.dtype) if sampled else nullcontext():
                 batch = batches(step)
             row = trainer.step(step, batch, seed, limits)
             log.append(row)
@@ -108,6 +108,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
         piece = parallel.piece_of(name, tensor)
         if piece.counts(parallel.mesh.at):
             draw = np.random.default_rng(list(name.encode()))
+            tensor = tensor.to(parallel.dtype) if name in parallel.frozen else tensor  # in bf16, all layouts round these but `shard`
             bits = tensor.detach().cpu().contiguous().view(BITS[tensor.element_size()]).numpy()
             ones = np.ones(1, np.int64)
             for (start, stop), size in zip(reversed(piece.box), reversed(piece.shape), strict=True):
@@ -119,7 +120,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
 
 def _adopt(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
     """Load `state`, if given, into the optimisers. Return the fingerprints of the initial weights and, if given, of the state."""
-    prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen_weights)}
+    prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen)}
     if state is None:
         return prints
     moments = {name: value for name, value in trainer.tensors().items() if name.startswith("state.")}

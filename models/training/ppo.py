@@ -149,7 +149,7 @@ def _train(
     ranks.beside = {who: trainer.parallel for who, trainer in trainers.items() if who != "policy"}
     reference = alone(rollouts.reference)
     weights = [(one.parallel, one.weights) for one in trainers.values()] or [(ranks, ranks.parameters)]
-    initial = [fingerprint(held, some | held.frozen_weights) for held, some in (*weights, (reference, reference.parameters))]
+    initial = [fingerprint(held, some | held.frozen) for held, some in (*weights, (reference, reference.parameters))]
     identity = {"config": config.identity(), "seed": rollouts.seed, "initial": initial}
     source = Source(rollouts, ranks, groups, checkpoint_dir, identity)
     if not groups.trains:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from puna.kernels.adamw import clipping_factor
-from puna.kernels.operators import deterministic
+from puna.kernels.operators import PLAIN, deterministic
 from puna.models import accounting
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
 from puna.models.machine import DTYPES, Precision
-from puna.models.training.objectives.dpo import Kto
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
 from puna.models.training.packing import Later
 from puna.models.training.parallel.base import Parallel, Part, Piece
@@ -69,8 +68,8 @@ def in_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Hold the model's parameters in `precision` within the context, rounded as in a training step."""
-    originals = [(parameter, parameter.data) for parameter in model.parameters() if parameter.dtype != DTYPES[precision]]
+    """Hold the model's parameters in `precision` within the context, rounded as in a training step (FSDP2 rounds its own)."""
+    originals = [(p, p.data) for p in model.parameters() if p.dtype != DTYPES[precision] and type(p) in PLAIN]
     for parameter, data in originals:
         parameter.data = in_dtype(data, DTYPES[precision])
     try:
@@ -113,8 +112,7 @@ class Trainer:
             raise ValueError("the model has no parameter that requires a gradient")
         self.device = device or next(p.device for p in model.parameters() if p.requires_grad)
         self.precision = config.compute.precision_on(self.device.type)
-        used = {"z_loss": getattr(objective, "z_loss", 0.0), "kto": isinstance(objective, Kto)}
-        self.parallel = parallel(model, config.compute.layout, mesh, self.device, self.precision, **used)
+        self.parallel = parallel(model, config.compute.layout, mesh, self.device, self.precision)
         self.model, self.objective, self.config = self.parallel.model, objective, config
         self.parameters = self.parallel.parameters
         model = self.model
@@ -122,7 +120,8 @@ class Trainer:
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
         self._parts: list[Part] = []
         if self.precision == "bf16":
-            self._originals = [(p, p.data) for p in model.parameters()]
+            self._originals = [(p, p.data) for p in model.parameters() if type(p) in PLAIN]  # FSDP2 rounds its own
+        if self._originals:
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:
                 parameter.data = in_dtype(data, torch.bfloat16)
@@ -204,7 +203,7 @@ class Trainer:
         for part, counted in parts:
             values = dict(self.objective.totals(part))
             if measure is not None:
-                values |= measure(self.model, self._to_device(part))
+                values |= measure(self.parallel.ask, self._to_device(part))
             for name, value in values.items():
                 totals[name] = totals.get(name, 0.0) + value * counted
         return {"totals": self.parallel.totals(totals)}
@@ -295,7 +294,7 @@ def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: M
     Raise ValueError if `scales` names an unknown parameter.
     """
     settings, model = config.optimizer, held.whole
-    if unknown := sorted(scales.keys() - weights.keys()):
+    if unknown := sorted(scales.keys() - held.pieces.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")
     plain, embedded = no_decay_names(model), embeddings(model)
     kind, own = OPTIMIZERS[settings.name], settings.own()

@@ -124,7 +124,6 @@ def _optimize(
 
     `critic`: train a value model too, from the first reward model (by digest), or without one from the policy with a zero head."""
     from puna.models.generation.vllm import VllmEngine
-    from puna.models.machine import DTYPES
     from puna.models.training.parallel.groups import Groups
     from puna.models.training.parallel.parallel import parallel, part_of
     from puna.models.training.rollouts import Rollouts
@@ -135,7 +134,7 @@ def _optimize(
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
     scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # Frozen models compute in the policy's precision. Against fp32, the KL divergence would include bf16's rounding error.
-    frozen = partial(part_of, layout=layout, mesh=groups.mesh, device=device(), dtype=DTYPES[training_precision(config.compute, run)])
+    frozen = partial(part_of, layout=layout, mesh=groups.mesh, device=device(), precision=training_precision(config.compute, run))
     steps = getattr(config, "credit", "") == "steps"
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     talk = config if isinstance(config, TurnsConfig) else TurnsConfig()

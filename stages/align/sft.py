@@ -98,7 +98,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
     sampler = Sampler(examples, training.batch_size, collate, length=len, micro_batch_tokens=size, seed=run.seed("order"))
     steps = training.train_config(len(examples)).steps
     run.metric("trained_answers", training.batch_size * steps * sum(len(one.answers) for one in examples) / len(examples))
-    if why := layout_of(training.compute.layout).refusal("fp32", "cpu", neftune_alpha=config.neftune_alpha):
+    if why := layout_of(training.compute.layout).refusal("cpu", neftune_alpha=config.neftune_alpha):
         raise PunaError(f"sft: {why}")
     with adapters(model, config, run) as scales, embedding_noise(model, config.neftune_alpha, sum(map(len, examples)) / len(examples)):
         fit(model, Sft(), sampler, training.train_config(len(examples)), run, scales, watch=watch)

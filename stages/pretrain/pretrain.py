@@ -64,16 +64,15 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
     asks = bool(facts.inputs.get("tasks")) or any(phase.accept for phase in config.phases)
-    more: dict[str, Any] = {"z_loss": config.z_loss, "whole": asks}
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
-        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, compute=config.compute, **more)]
+        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, compute=config.compute, whole=asks)]
     shape, each = config.model.complete(1, 2048), HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     # The vocabulary may not be known yet: 4096 tokens are enough to check each layout.
     fitting = shape.replace(vocab_size=4096)
-    return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, **more)
+    return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, whole=asks)
 
 
 def code_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
@@ -114,11 +113,12 @@ def pretrain(
     watch = Watch(packed.validation_pieces(heldout), sum(phase.steps for phase in phases), vocabulary, config, run)
     watch.tasks = task_watch(tasks, config.ask_every, vocabulary, config.compute, run)
     state: dict[str, torch.Tensor] | Path | None
+    precision = config.compute.precision_on(device().type)
     if model is None:
         shape = config.model.complete(vocabulary.vocab_size, packed.row_length)
-        network, state = initial(shape, run.seed("weights"), config.compute.layout, device()), None
+        network, state = initial(shape, run.seed("weights"), config.compute.layout, device(), precision), None
     else:
-        network = in_pieces(load_grown(model, tokenizer, config.compute.layout), config.compute.layout, device())
+        network = in_pieces(load_grown(model, tokenizer, config.compute.layout), config.compute.layout, device(), precision)
         state = _moments(model)
     on_threads(network)
     if watch.tasks is not None:

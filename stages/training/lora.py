@@ -46,6 +46,7 @@ def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterat
 
     With 4-bit matrices, `save_model` merges the adapters instead, so that the model needs less memory until then. With `full`, yield {}."""
     from puna.models.formats.quantised import held_bytes, merge
+    from puna.models.training.parallel.base import assemble
 
     if config.method == "full":
         yield {}
@@ -53,6 +54,7 @@ def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterat
     run.metric("trainable_parameters", inject(model, config.lora, run.seed("lora")))
     run.metric("weight_bytes", held_bytes(model))
     yield learning_rate_scales(model, config.lora)
+    assemble(model)
     if keeps(config.lora):
         keep(model, run.folder / ADAPTER)
     if config.quantization == "none":
@@ -73,7 +75,8 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
         parameter.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)
+        # The weights of a layout come in their file's format; PEFT would round adapters to it.
+        inject_adapter_in_model(settings, model.float())
     if model.head == "scalar":
         model.score.requires_grad_(True)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -11,7 +11,7 @@ from puna.models.training.parallel.layout import CUT, Layout
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, RolloutSettings, TrainingSettings
 from puna.stages.contract import Facts
 from puna.stages.executors import ranks
-from puna.stages.training.settings import AdaptableConfig, AdapterConfig, DpoConfig, SftConfig
+from puna.stages.training.settings import AdaptableConfig, AdapterConfig, SftConfig
 from puna.stages.training.train import check_one_tokenizer, device
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
@@ -82,7 +82,7 @@ def memory(
         from puna.models.training.parallel.estimate import Work, process_bytes
 
         place, shape = device().type, read_config(model.path()) if isinstance(model, Artifact) else model
-        if why := layout.refusal(compute.precision_on(place), place, shape, **used):
+        if why := layout.refusal(place, shape, **used):
             return [f"compute.layout: {why}"]
         where = f" in {here} processes of the layout {layout}"
         if shape is not None and layout.axes & CUT:
@@ -123,10 +123,11 @@ def other_moments(facts: Facts, name: str, file: str, optimizer: OptimizerSettin
 def adaptable(facts: Facts, name: str, training: TrainingSettings | RolloutSettings, config: AdapterConfig) -> list[str]:
     """Return error messages if the model of input `name` cannot be trained on conversations: chat template, layout, memory, packages."""
     lora, noise = config.method == "lora", isinstance(config, SftConfig) and config.neftune_alpha
-    used = {"adapters": lora, "dropout": lora and config.lora.dropout, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
-    kto = isinstance(config, DpoConfig) and config.preference.of == "answers"
-    used["whole"] = name != "model" or bool(facts.inputs.get("tasks"))  # policies and students sample answers, mostly from whole weights
-    trained = training_memory(facts, name, training.optimizer, config.method, compute=training.compute, kto=kto, **used)
+    own = {"nf4": config.quantization == "nf4", "dora": lora and config.lora.dora, "dropout": lora and config.lora.dropout}
+    used = {**own, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
+    # Policies and students sample answers, mostly from whole weights; adapters are merged into them.
+    used["whole"] = name != "model" or lora or bool(facts.inputs.get("tasks"))
+    trained = training_memory(facts, name, training.optimizer, config.method, compute=training.compute, **used)
     return [*chat_template(facts, name), *trained, *config.unmet()]
 
 

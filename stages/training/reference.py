@@ -42,7 +42,6 @@ class Reference:
         The model computes in the precision of training; otherwise ratios would contain bf16 rounding errors.
         """
         from puna.models.training.parallel.parallel import part_of
-        from puna.models.training.trainer import computing_in
 
         config = self._config
         if not config.preference.needs_reference:
@@ -51,11 +50,11 @@ class Reference:
         missing = [i for i, some in enumerate(names) if not all(name in self._stored for name in some)]
         self.computed += sum(len(names[i]) for i in missing)
         size, layout = config.training.compute.micro_batch_tokens, config.training.compute.layout
-        held = part_of(model, layout, ranks.mesh(layout), device())
-        with computing_in(held.model, training_precision(config.training.compute, self._run)):
-            sums = sum_logprobs(
-                held, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
-            )
+        precision = training_precision(config.training.compute, self._run)
+        held = part_of(model, layout, ranks.mesh(layout), device(), None if precision == "fp32" else precision)
+        sums = sum_logprobs(
+            held, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
+        )
         computed = dict(zip(missing, sums, strict=True))
         return [computed[i] if i in computed else [self._stored[name] for name in some] for i, some in enumerate(names)]
 

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".pkg")]
 
 from puna.models.forest import Forest  # noqa: E402
 from puna.models.training.parallel.context import deal  # noqa: E402
-from puna.models.training.parallel.layout import PROVED, Layout  # noqa: E402
+from puna.models.training.parallel.layout import AXES, PROVED, Layout  # noqa: E402
 from puna.stages.executors import ranks as processes  # noqa: E402
 from tests.benchmarks import published_plans  # noqa: E402
 from tests.parallel.cases import MODELS, OBJECTIVES  # noqa: E402
@@ -108,16 +108,21 @@ def weights_ratios() -> dict[str, float]:
 
 
 def kills(pool: Pool, count: int) -> float:
-    """Return the share of killed trainings that end with the weights of an undisturbed one."""
-    same = []
+    """Return the share of killed trainings that end with the weights of an undisturbed one. The axes take turns, and either rank is killed,
+    after each step."""
+    same, wholes = list[bool](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as root:
-        whole = pool.run("trained", 2, layout={"data": 2}, folder=f"{root}/whole", steps=4)[0]
         for number in range(count):
+            axis = AXES[number % len(AXES)]
+            given = {"layout": {axis: 2}, "variant": "moe" if axis == "expert" else "deep"}
+            wholes[axis] = wholes.get(axis) or pool.run("trained", 2, folder=f"{root}/{axis}", steps=4, **given)[0]
             folder = Path(root, str(number))
             folder.mkdir()
-            command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps({"layout": {"data": 2}}), json.dumps([[1, "step", 1 + number % 4]])]
+            death = [number // len(AXES) % 2, "step", 1 + number % 4]
+            command = [sys.executable, "-m", "tests.parallel.killed", str(folder), json.dumps(given), json.dumps([death])]
             status = processes.start(command, 2)
-            same.append(status == 0 and json.loads((folder / "result.json").read_text()) == whole)
+            same.append(status == 0 and json.loads((folder / "result.json").read_text()) == wholes[axis])
+            print(f"killed: {axis} 2, rank {death[0]}, after step {death[2]}: {'recovered' if same[-1] else 'FAILED'}", file=sys.stderr, flush=True)
     return sum(same) / len(same)
 
 

@@ -110,9 +110,8 @@ REFUSED: list[tuple[int, dict[str, object], dict[str, object], str]] = [
     (1, {"tensor": 2}, {}, r"training\.compute\.layout = tensor 2 needs 2 processes, or a multiple of that; 1 run: start with --processes 2"),
     (7, {"tensor": 7}, {}, r"compute\.layout: layout\.tensor = 7: num_attention_heads is \d+, which it must divide"),
     (64, {"pipeline": 64}, {}, r"layout\.pipeline = 64: the model has \d+ layers only"),
-    (2, {"shard": 2}, {"training": {"compute": {"precision": "bf16"}}}, "the layout shard 2 is proved only in fp32"),
-    (2, {"pipeline": 2}, {"loss": "kto"}, "pipeline 2 is proved only without kto"),
-    (2, {"shard": 2}, {"method": "lora"}, "shard 2 is proved only without adapters"),
+    (2, {"shard": 2}, {"method": "lora", "lora": {"quantization": "nf4"}}, "shard 2 is proved only without nf4"),
+    (2, {"tensor": 2}, {"method": "lora", "lora": {"dora": True}}, "tensor 2 is proved only without dora"),
     (2, {}, {"method": "lora", "lora": {"dropout": 0.1}}, "data 2 is proved only without dropout"),
 ]
 
@@ -133,8 +132,8 @@ def test_a_flow_s_pretraining_is_refused_before_its_data_are_read(tmp_path: Path
     store, flow = Store.open(tmp_path / "store"), flow_named("pretrain")
     types = store.import_table("signals", pa.table({"id": ["a"], "domain": ["x"]}))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for change, problem in (("layout={tensor: 2}", None), ("layout={tensor: 4}", "needs 4 processes"), ("layout={tensor: 2}", "without z_loss")):
-        changes = [f"pretrain.compute.{change}", "pretrain.compute.precision=fp32", f"pretrain.z_loss={float(problem == 'without z_loss')}"]
+    for change, problem in (("layout={tensor: 2}", None), ("layout={tensor: 4}", "needs 4 processes"), ("layout={expert: 2}", "has no experts")):
+        changes = [f"pretrain.compute.{change}", "pretrain.z_loss=0.1"]
         with pytest.raises(PunaError, match=problem) if problem else contextlib.nullcontext():
             check(flow, load("demo", changes, flow="pretrain"), flow.by_kind([rows("documents", store), types]), store)
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from puna.kernels.adamw import gradient_norm
 from puna.kernels.exact import exact_passes
@@ -38,6 +39,7 @@ from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel import boxes, vocabulary
 from puna.models.training.parallel.base import Parallel, Piece, whole
+from puna.models.training.parallel.cut_model import without_values
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, store
@@ -116,7 +118,8 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
         def add_gradients(weights: dict[str, Tensor], add: Callable[[Any], None] = held.add_gradients) -> None:
             add(weights)
             own = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-            found.append({name: whole.clone().cpu() for name, whole in held.gather(held.pieces, own)} if not found else {})
+            trained = {name: held.pieces[name] for name, p in model.named_parameters() if p.requires_grad}
+            found.append({name: whole.clone().cpu() for name, whole in held.gather(trained, own)} if not found else {})
 
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
@@ -137,6 +140,12 @@ def one_process(objective: str, variant: str, size: tuple[int, int], compute: tu
     return steps(objective, variant, Layout(), Mesh(Layout()), *size, **dict(compute))
 
 
+def of_one(objective: str, variant: str, size: Any, precision: str = "fp32", **compute: Any) -> list[dict[str, Any]]:
+    """Return one process's result; in bf16, also its result in fp32."""
+    every = [compute] if precision == "fp32" else [compute | {"precision": precision}, compute]
+    return [one_process(objective, variant, size, tuple(sorted(some.items()))) for some in every]
+
+
 def size_for(layout: dict[str, int]) -> tuple[int, int]:
     """Return the numbers of layers and micro-batches of a comparison; a pipeline has one micro-batch more than it has ranks."""
     return (4, layout["pipeline"] + 1) if "pipeline" in layout else (2, 3)
@@ -154,30 +163,45 @@ def difference(some: dict[str, Tensor], others: dict[str, Tensor], floor: float)
     return max(float((some[n] - others[n]).abs().max()) / max(float(others[n].abs().max()), floor * top) for n in others)
 
 
+def excess(some: dict[str, Tensor], others: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the error of `some` over that of `others`: of all tensors together, and the largest of a single tensor. An error is the norm
+    of the difference from `exact`; a single tensor's error in `others` counts as at least their mean, relative to the tensors' norms."""
+
+    def norm(of: Callable[[str], Tensor]) -> float:
+        return float(torch.stack([of(name).norm() for name in exact]).norm())
+
+    errors = [[float((x[n] - exact[n]).norm() / exact[n].norm().clamp(min=1e-30)) for x in (some, others)] for n in exact]
+    mean = sum(error for _, error in errors) / len(errors)
+    single = max(own / max(error, mean) for own, error in errors)
+    return norm(lambda name: some[name] - exact[name]) / norm(lambda name: others[name] - exact[name]), single
+
+
 def compare(
     members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", size: Sequence[int] = (), **compute: Any
 ) -> dict[str, float]:
-    """Return the differences of gradients, log numbers and weights under a layout from those of one process. `size`: layers,
-    micro-batches."""
+    """Return the differences of gradients, log numbers and weights under a layout from those of one process. In bf16, also return how much
+    larger than one process's their rounding errors are (`excess`). `size`: layers, micro-batches."""
     chosen = Layout(**layout)
     size = tuple(size or size_for(layout))  # type: ignore[assignment]
     mesh = Mesh(chosen, members)
     own = steps(objective, variant, chosen, mesh, *size, **compute)
-    found = [one_process(objective, variant, size, tuple(sorted(compute.items()))) if is_first(members) else None]
+    found = [of_one(objective, variant, size, **compute) if is_first(members) else None]
     dist.broadcast_object_list(found, members[0], mesh.everyone)
-    one: Any = found[0]
-    numbers = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in b]
+    one, exact = found[0][0], found[0][-1]
     assert all(a.keys() == b.keys() for a, b in zip(own["rows"], one["rows"], strict=True))
-    return {
-        "gradients": difference(own["gradients"], one["gradients"], 1e-2),
-        "rows": max(numbers),
-        "weights": difference(own["weights"], one["weights"], 1e-2),
-    }
+    # In bf16, a metric that counts, such as an accuracy, may change by one.
+    compared = [key for key in one["rows"][0] if exact is one or key in ("loss", "gradient_norm")]
+    numbers = [abs(a[k] - b[k]) / max(abs(b[k]), 0.1) for a, b in zip(own["rows"], one["rows"], strict=True) for k in compared]
+    result = {name: difference(own[name], one[name], 1e-2) for name in ("gradients", "weights")} | {"rows": max(numbers)}
+    if exact is not one:
+        both = [excess(own[name], one[name], exact[name]) for name in ("gradients", "weights")]
+        result["excess"], result["excess of a weight"] = (max(column) for column in zip(*both, strict=True))
+    return result
 
 
 def trained(
     members: Sequence[int], layout: dict[str, int], steps: int, folder: str | None = None, of: int = 4, variant: str = "deep",
-    at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw",
+    at: Callable[[str, int], None] = lambda place, number: None, optimizer: str = "adamw", precision: str = "fp32",
 ) -> dict[str, Any]:  # fmt: skip
     """Train up to step `steps` of `of` with the state in a folder; return the log's losses and the digest of the whole weights. `at` is
     called after each step."""
@@ -187,7 +211,7 @@ def trained(
         steps=of,
         schedule={"learning_rate": 0.01, "warmup_steps": 0, "ema": 0.5},
         optimizer={**OPTIMIZERS[optimizer], "epsilon": 1e-3},
-        compute={"layout": chosen},
+        compute={"layout": chosen, "precision": precision},
     )
 
     def on_step(row: dict[str, float]) -> None:
@@ -369,6 +393,15 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "tokens are counted by every tensor rank": lambda: _wrapped(
         Parallel, "totals", lambda totals, held, values: {n: v * held.mesh.size("tensor") for n, v in totals(held, values).items()}
     ),
+    "norms see one rank's rows": lambda: _wrapped(
+        Parallel, "add_gradients", lambda add, held, weights: add(held, {n: w for n, w in weights.items() if "norm" not in n})
+    ),
+    "gradients are summed in bf16": lambda: _wrapped(
+        Mesh, "add", lambda add, mesh, values, axis: values.copy_(add(mesh, values.bfloat16() if values.dtype == torch.float32 else values, axis))
+    ),
+    "FSDP2 sums gradients in bf16": lambda: mock.patch(
+        "puna.models.training.parallel.shard.MixedPrecisionPolicy", lambda dtype, _, **given: MixedPrecisionPolicy(dtype, dtype, **given)
+    ),
     "the norm of gradients is one rank's": lambda: mock.patch.object(
         Parallel, "norm", lambda held, weights: gradient_norm([w.grad for w in weights.values() if w.grad is not None])
     ),
@@ -384,13 +417,12 @@ def in_small_buckets(members: Sequence[int], elements: int, **given: Any) -> dic
         return compare(members, **given)
 
 
-def faulty(members: Sequence[int], fault: str, **given: Any) -> float:
-    """Return the largest difference of gradients and log numbers between a run with the fault and one process."""
+def faulty(members: Sequence[int], fault: str, **given: Any) -> dict[str, float]:
+    """Return `compare` of a run with the fault and one process without it."""
     if is_first(members):
-        one_process(given["objective"], given.get("variant", "plain"), size_for(given["layout"]), ())
+        of_one(given["objective"], given.get("variant", "plain"), size_for(given["layout"]), given.get("precision", "fp32"))
     with FAULTS[fault]():
-        result = compare(members, **given)
-    return max(result["gradients"], result["rows"])
+        return compare(members, **given)
 
 
 def weights_read(members: Sequence[int], layout: dict[str, int], folder: str, **shape: int) -> dict[str, float]:
@@ -533,9 +565,9 @@ def gathered(held: Parallel) -> Transformer:
     """Return the whole model, gathered from the ranks' pieces."""
     if held.model is held.whole:
         return held.whole  # type: ignore[return-value]
-    whole = Transformer(held.whole.config)  # type: ignore[arg-type]
+    whole: Transformer = without_values(held.whole).to_empty(device="cpu")
     with torch.no_grad():
-        for name, weight in held.gather(held.pieces, held.parameters):
+        for name, weight in held.gather(held.pieces, {**held.parameters, **held.frozen}):
             whole.get_parameter(name).copy_(weight)
     return whole
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from puna.models.config import Mla, ModelConfig, Moe
 from puna.models.training import objectives as o
 from puna.models.training.losses import LOSSES
-from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals
+from puna.models.training.objectives.base import Ask, Metrics, Model, Objective, Targets, Totals
 from puna.models.training.optimizers import OPTIMIZERS
 from puna.models.training.parallel.context import ContextTransformer
 from puna.models.training.settings import LoraSettings
@@ -29,7 +29,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, 
 MLA = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
 RICH: dict[str, Any] = {
     "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "tie_word_embeddings": True, "qkv_bias": True, "o_bias": True,
-    "qk_norm": True, "sliding_window": 5, "sliding_layers": (1,), "parallel_block": True, "reward_pooling": "mean",
+    "qk_norm": True, "sliding_window": 5, "sliding_layers": (1,), "parallel_block": True, "reward_pooling": "mean", "final_logit_softcapping": 5.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8},
 }  # fmt: skip
 """All features of a model with plain attention; heads that two and three ranks can divide."""
@@ -54,9 +54,12 @@ MODELS: dict[str, dict[str, Any]] = {
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "down_proj")}, "dora": {"dora": True, "alpha": 8.0},
     "pissa": {"initialization": "pissa"}, "nf4": {"quantization": "nf4"},
+    "rich_lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), "initialization": "pissa", "alpha": 8.0},
+    "rich_dora": {"dora": True, "alpha": 8.0}, "dora_moe": {"dora": True, "alpha": 8.0},
+    "lora_moe": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "o_proj"), "initialization": "pissa", "alpha": 8.0},
 }  # fmt: skip
-"""Variants of adapters on the plain model."""
-MODELS |= {key: {} for key in ADAPTERS}
+"""Variants of adapters, on the plain model unless their name has another."""
+MODELS |= {key: RICH if "rich" in key else {"moe": MOE} if "moe" in key else {} for key in ADAPTERS}
 SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "initializer_range", "zero_residual", "rope_theta", "rms_norm_eps", "model_type"),
@@ -88,23 +91,23 @@ def _answer_losses() -> Declared:
 TEACHER, HEAD = "teacher", "head"
 """Values that `objective` replaces: a network, and the head of a language model."""
 LANGUAGE: Declared = {
-    "pretrain": (o.LanguageModeling, {}), "sft": (o.Sft, {}), **_pair_losses(), "distill": (o.Distill, {"teacher": TEACHER, "beta": 0.5, "temperature": 1.3}),
+    "pretrain": (o.LanguageModeling, {}), "z_loss": (o.LanguageModeling, {"z_loss": 0.1}), "sft": (o.Sft, {}), **_pair_losses(), "distill": (o.Distill, {"teacher": TEACHER, "beta": 0.5, "temperature": 1.3}),
     "ppo": (o.Ppo, {"entropy_weight": 0.05, "temperature": 0.9}), "dapo": (o.Ppo, {"clip_high": 0.3, "clip": 0.25, "normalizer": "answers"}),
     "cispo": (o.Ppo, {"surrogate": "cispo", "normalizer": "constant", "max_tokens": 9}),
     "gspo": (o.Ppo, {"ratio": "sequence", "normalizer": "answers", "clip": 0.3}),
 }  # fmt: skip
 SCALAR: Declared = {
     "reward": (o.Reward, {}), "reward with nll": (o.Reward, {"nll_weight": 0.5, "head": HEAD}), "value": (o.Value, {"clip": 0.3}),
+    "reward with capped nll": (o.Reward, {"nll_weight": 0.5, "head": HEAD, "softcap": 5.0}),
 }
 DECLARED: dict[str, Declared] = {
-    "language": LANGUAGE, "language and kto": LANGUAGE | _answer_losses(), "kto": {"kto": (o.Kto, {})}, "scalar": SCALAR,
-    "scalar and cap": SCALAR | {"reward with nll": (o.Reward, {"nll_weight": 0.5, "head": HEAD, "softcap": 5.0})},
-    "pretrain": {"pretrain": (o.LanguageModeling, {})}, "z_loss": {"pretrain": (o.LanguageModeling, {"z_loss": 0.1})},
+    "language": LANGUAGE, "language and kto": LANGUAGE | _answer_losses(), "scalar": SCALAR,
+    "pretrain": {"pretrain": (o.LanguageModeling, {})},
     "dpo": {"dpo": (o.Dpo, {})}, "grpo": {"grpo": (o.Ppo, {"clip_high": 0.3})}, "reward": {"reward": (o.Reward, {})},
     **{name: {name: LANGUAGE[name]} for name in ("sft", "distill", "ppo")}, "value": {"value": (o.Value, {})},
 }  # fmt: skip
 """What a row trains by: one objective, or the sum of several on the same forests."""
-WITH_SCALARS = ("scalar", "scalar and cap", "reward", "value")
+WITH_SCALARS = ("scalar", "reward", "value")
 
 
 def features_of(objective: str, variant: str, more: Mapping[str, Any]) -> set[str]:
@@ -189,8 +192,8 @@ class Every(Objective[EveryBatch]):
     def totals(self, batch: EveryBatch) -> dict[str, float]:
         return {f"{name}|{key}": v for name, one in self.objectives.items() for key, v in one.totals(batch.parts[name]).items()}
 
-    def measure(self, model: Model, batch: EveryBatch) -> dict[str, float]:
-        return {f"{name}|{key}": v for name, one in self.objectives.items() for key, v in one.measure(model, batch.parts[name]).items()}
+    def measure(self, ask: Ask, batch: EveryBatch) -> dict[str, float]:
+        return {f"{name}|{key}": v for name, one in self.objectives.items() for key, v in one.measure(ask, batch.parts[name]).items()}
 
     def loss(self, model: Model, batch: EveryBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         losses, metrics = list[Tensor](), Metrics()
@@ -268,7 +271,7 @@ BATCHES: dict[type[Any], Callable[[Targets, np.random.Generator], Any]] = {
 
 def micro_batches(objective: str, step: int, count: int = 3) -> list[Any]:
     rng = np.random.default_rng([5, step])
-    if objective in ("pretrain", "z_loss"):
+    if objective == "pretrain":
         return [Targets.from_documents([rng.integers(0, 37, rng.integers(2, 14)).tolist() for _ in range(1 + i % 3)]) for i in range(count)]
     parts = _conversations(step, count)
     rows = [{name: BATCHES[cls](t, rng) for name, (cls, _) in DECLARED[objective].items()} for t in parts]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from puna.models.config import ModelConfig
-from puna.models.training.parallel.layout import PROVED, Layout
+from puna.models.training.parallel.layout import AXES, PROVED, Layout
 
 from .features import MODELS, PLAIN, features_of, model_features, objective_features, setting_features
 
 Sizes = dict[str, int]
 INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
-MUON, GALORE, TWICE = {"optimizer": "muon"}, {"optimizer": "galore"}, {"activation_checkpointing": True}
+MUON, GALORE, TWICE, BF16 = {"optimizer": "muon"}, {"optimizer": "galore"}, {"activation_checkpointing": True}, {"precision": "bf16"}
 
 
 class Row(NamedTuple):
@@ -26,7 +26,16 @@ class Row(NamedTuple):
     @property
     def has_same_bits(self) -> bool:
         """True if the gradients have the bits of one process: those of stages without copies, and without a matrix at both ends."""
-        return set(self.layout) <= {"pipeline", "virtual_stages"} and not MODELS[self.variant].get("tie_word_embeddings")
+        return set(self.layout) <= {"pipeline", "virtual_stages"} and not self._is_tied
+
+    @property
+    def rounds_alike(self) -> bool:
+        """True if ranks compute the numbers of one process, in the same order within a micro-batch, and only then sum them in fp32."""
+        return set(self.layout) <= {"data", "shard"} or (set(self.layout) <= {"data", "pipeline", "virtual_stages"} and not self._is_tied)
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(MODELS[self.variant].get("tie_word_embeddings"))
 
     def __str__(self) -> str:
         layout = " ".join(f"{axis} {size}" for axis, size in self.layout.items())
@@ -46,29 +55,35 @@ def _axes(axes: str) -> list[Row]:
     layout, expert = dict.fromkeys(axes.split(), 2), "expert" in axes
     first, second = ("rich_moe", "mla_moe") if expert else ("rich", "rich" if "tensor" in axes else "rich_mla")
     return [
-        Row(layout, "language and kto", first), Row(layout, "scalar", second, MUON | TWICE), Row(layout, "sft", "moe" if expert else first, GALORE),
+        Row(layout, "language and kto", first), Row(layout, "scalar", second, MUON | TWICE), Row(layout, "sft", "moe" if expert else "biases", GALORE),
     ]  # fmt: skip
+
+
+SETS = sorted((frozenset(some) for some in PROVED), key=lambda axes: (len(axes), sorted(axes)))
 
 
 ROWS = [
     *(row for axis in ("data", "shard", "tensor", "context", "expert") for row in _one_axis(axis)),
     *(row for axes in ("data shard", "data tensor", "shard tensor", "data context", "shard context", "data expert", "shard expert") for row in _axes(axes)),
     *(row for third in ("tensor", "context", "expert") for row in _axes(f"data shard {third}")),
-    *(Row({"data": 2}, "sft", variant) for variant in ("lora", "dora", "pissa", "nf4")), Row({"data": 2}, "sft", "moe"), Row({"data": 2}, "sft", "rich_moe"),
-    Row({"data": 2}, "language", "capped"), Row({"data": 2}, "z_loss", "capped"), Row({"data": 2}, "scalar and cap", "capped"),
-    Row({"data": 2}, "sft", more={"precision": "bf16"}), Row({"shard": 2}, "sft", "rich_moe"), Row({"shard": 2}, "sft", "moe"),
+    *(Row(dict.fromkeys(sorted(axes), 2), "sft", "lora_moe" if "expert" in axes else "rich_lora") for axes in SETS),
+    *(Row(dict.fromkeys(sorted(axes), 2), "sft", "dora_moe" if "expert" in axes else "rich_dora") for axes in SETS if "tensor" not in axes),
+    *(Row({axis: 3}, "reward", "rich_lora", BF16 | MUON) for axis in AXES if axis != "expert"), Row({"data": 2}, "sft", "nf4"), Row(INTERLEAVED, "sft", "lora"), Row({"data": 2}, "sft", "moe"), Row({"data": 2}, "sft", "rich_moe"),
+    *(Row({axis: 2}, "language", "capped") for axis in AXES if axis != "expert"),
+    *(Row(dict.fromkeys(sorted(axes), 2), "language", "moe" if "expert" in axes else "plain", BF16) for axes in SETS),
+    *(Row({axis: 3}, "scalar", "rich_moe" if axis == "expert" else "rich", BF16 | more) for axis, more in zip(AXES, [MUON, GALORE, TWICE] * 2, strict=True)),
+    Row(INTERLEAVED, "sft", more=BF16), Row({"shard": 2}, "sft", "rich_moe"), Row({"shard": 2}, "sft", "moe"),
     Row({"data": 2, "shard": 2}, "sft", "rich_moe"), Row({"context": 4}, "language", "rich"), Row({"context": 4}, "pretrain"),
     Row({"context": 4}, "pretrain", "mla"), Row({"expert": 4}, "sft", "moe", TWICE),
-    *(Row(layout, objective) for layout in ({"pipeline": 2}, INTERLEAVED) for objective in ("language", "scalar")),
+    *(Row(layout, objective) for layout in ({"pipeline": 2}, INTERLEAVED) for objective in ("language and kto", "scalar")),
     Row({"pipeline": 3}, "pretrain", "rich", TWICE), Row({"pipeline": 2}, "scalar", "rich_mla", MUON), Row({"pipeline": 4}, "sft", "rich", GALORE),
     Row(INTERLEAVED, "sft", "rich", TWICE | MUON), Row(INTERLEAVED, "sft", "rich_mla", TWICE | GALORE),
     Row({"pipeline": 2, "virtual_stages": 3}, "pretrain", size=(7, 1)), Row({"pipeline": 4}, "pretrain", size=(5, 2)),
-    Row({"data": 2, "pipeline": 2}, "language", "rich", TWICE), Row({"data": 2, **INTERLEAVED}, "language", "rich_mla", GALORE),
+    Row({"data": 2, "pipeline": 2}, "language and kto", "rich", TWICE), Row({"data": 2, **INTERLEAVED}, "language", "rich_mla", GALORE),
     Row({"data": 2, **INTERLEAVED}, "scalar", "rich", MUON),
 ]  # fmt: skip
 """`context` of four has micro-batches of three tokens, of which a rank has none. Micro-batches of a pipeline are more than its ranks, fewer,
 and no multiple of them; stages are of one layer and of two."""
-SETS = sorted((frozenset(some) for some in PROVED), key=lambda axes: (len(axes), sorted(axes)))
 
 
 def proved(axes: frozenset[str]) -> set[str]:
@@ -79,19 +94,15 @@ def proved(axes: frozenset[str]) -> set[str]:
 
 def refused(axes: frozenset[str], feature: str) -> bool:
     """True if a training with a feature is refused under a set of axes."""
-    layout, name = Layout(**dict.fromkeys(axes, 2)), feature.partition(".")[0]
+    layout = Layout(**dict.fromkeys(axes, 2))
     shapes = [MODELS["moe"] if "expert" in axes else {}]
     if feature in model_features():
         outer, _, inner = feature.partition(".")
         able = [one for one in MODELS.values() if outer in one and (not inner or inner in one[outer])]
         shapes = able or [{}]
-    used: dict[str, Any] = {
-        "z_loss": feature == "LanguageModeling.z_loss", "kto": name == "Kto", "adapters": name == "lora", "dropout": False,
-    }
-    if feature == "Reward.softcap":  # which only a model with capped logits has
-        shapes = [MODELS["capped"]]
+    used: dict[str, Any] = {"dora": feature == "lora.dora", "nf4": feature == "lora.quantization", "dropout": False}
     configs = [ModelConfig(**PLAIN | one) for one in shapes]
-    return all(layout.refusal("bf16" if feature == "bf16" else "fp32", "cpu", config, **used) for config in configs)
+    return all(layout.refusal("cpu", config, **used) for config in configs)
 
 
 def unproved(axes: frozenset[str]) -> set[str]:

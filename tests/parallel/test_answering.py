@@ -30,14 +30,14 @@ def check(ranks: Run, layout: dict[str, int], **given: Any) -> list[dict[str, An
 
 
 @pytest.mark.parametrize("by_loops", [True, False], ids=["loops", "operators"])
-@pytest.mark.parametrize("variant", ["plain", "tied", "biases", "window"])
+@pytest.mark.parametrize("variant", ["plain", "tied", "biases", "window", "capped"])
 def test_tensor(ranks: Run, variant: str, by_loops: bool) -> None:
     for own in check(ranks, {"tensor": 2}, variant=variant, by_loops=by_loops):
         assert own["cache"] == 0.5 and own["weights"] < 0.51, "each rank has its own heads"
 
 
 @pytest.mark.parametrize("by_loops", [True, False], ids=["loops", "operators"])
-@pytest.mark.parametrize("variant", ["plain", "tied", "biases", "window"])
+@pytest.mark.parametrize("variant", ["plain", "tied", "biases", "window", "capped"])
 def test_pipeline(ranks: Run, variant: str, by_loops: bool) -> None:
     """Of three layers, the first stage has two."""
     first, second = check(ranks, {"pipeline": 2}, variant=variant, by_loops=by_loops)
@@ -70,7 +70,7 @@ def test_what_cannot_be_drawn_is_the_same_error_on_all_ranks_and_the_engine_goes
 
 @pytest.mark.parametrize("layout, variant, problem", [
     ({"tensor": 2}, "moe", "layout.tensor = 2: a model with experts or latent attention"), ({"pipeline": 2}, "moe", "a model with experts"),
-    ({"tensor": 2}, "capped", "logits are capped"), ({"pipeline": 4}, "plain", "the model has 3 layers only"),
+    ({"pipeline": 4}, "plain", "the model has 3 layers only"),
     ({"pipeline": 2, "virtual_stages": 2}, "plain", "pipeline 2 (virtual_stages 2): generation runs one stage per process"),
 ], ids=str)  # fmt: skip
 def test_models_that_no_test_proves_are_refused(ranks: Run, layout: dict[str, int], variant: str, problem: str) -> None:

@@ -22,4 +22,4 @@ def test_the_script_of_gpu_layouts_runs_on_a_cpu_without_the_pipeline_s_packages
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == 5 and all(row["ok"] for row in rows)
+    assert len(rows) == 7 and all(row["ok"] for row in rows)

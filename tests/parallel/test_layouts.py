@@ -10,7 +10,7 @@ from puna.models.training.parallel.mesh import buckets
 
 from .cases import MODELS, PLAIN
 from .conftest import Run
-from .rows import INTERLEAVED, ROWS, SETS, Row, unproved
+from .rows import BF16, INTERLEAVED, ROWS, SETS, Row, unproved
 
 EQUAL = 1e-5
 """Maximum relative difference in fp32."""
@@ -20,10 +20,20 @@ EQUAL = 1e-5
 def test_two_steps_are_those_of_one_process(ranks: Run, row: Row):
     more = row.more | ({"size": row.size} if row.size else {})
     for result in ranks("compare", Layout(**row.layout).processes, layout=row.layout, objective=row.objective, variant=row.variant, **more):
+        if row.more.get("precision") == "bf16":
+            assert is_bf16(row, result), result
+            continue
         # Clipping sums squares stage by stage, which rounds differently.
         assert result["gradients"] <= (0 if row.has_same_bits else EQUAL) and result["rows"] <= EQUAL, result
-        # In bf16, weights that are published between steps stay rounded.
-        assert result["weights"] <= 5 * EQUAL or (row.more.get("precision") == "bf16" and result["weights"] <= 1e-2), result
+        assert result["weights"] <= 5 * EQUAL, result
+
+
+def is_bf16(row: Row, result: dict[str, float]) -> bool:
+    """True if a training in bf16 differs from fp32 as one process in bf16 does: its gradients and weights have errors that are at most a
+    quarter larger, those of a single weight at most five times (a norm of heads has few numbers). The log differs by at most 2 %. If ranks
+    compute the same products as one process, gradients differ from one process's by as little as in fp32."""
+    alike = not row.rounds_alike or result["gradients"] <= (0 if row.has_same_bits else EQUAL)
+    return alike and result["excess"] <= 1.25 and result["excess of a weight"] <= 5 and result["rows"] <= 2e-2
 
 
 @pytest.mark.parametrize("axes", SETS, ids=lambda axes: " ".join(sorted(axes)))
@@ -36,8 +46,8 @@ def test_a_row_proves_what_a_layout_does_not_refuse(axes: frozenset[str]):
 @pytest.mark.parametrize("name, axis", [(name, axis) for name, axes in UNPROVED.items() for axis in AXES if axis in axes])
 def test_settings_that_no_row_has_are_refused_by_name(name: str, axis: str):
     layout = Layout(**{axis: 2})
-    assert layout.refusal("fp32", "cpu", **{name: 1}) == f"the layout {layout} is proved only without {name}: leave {name} out, or change the layout"
-    assert layout.refusal("fp32", "cpu", **{name: 0}) is None
+    assert layout.refusal("cpu", **{name: 1}) == f"the layout {layout} is proved only without {name}: leave {name} out, or change the layout"
+    assert layout.refusal("cpu", **{name: 0}) is None
 
 
 @pytest.mark.parametrize("objective", ["pretrain", "ppo"])
@@ -84,17 +94,27 @@ def test_the_comparison_sees_faults_that_other_trainers_had(ranks: Run, fault: s
     """In order: torchtitan 2206, Megatron-LM 7452, TRL 7100, NeMo Automodel 3816 and DeepSpeed 8475, Megatron-LM 5656, Automodel 3530.
 
     The tests above compare the same layouts and objectives without the fault, and find at most `EQUAL`."""
-    for difference in ranks("faulty", 2, fault=fault, layout=layout, objective="pretrain", variant=variant):
-        assert difference > 1000 * EQUAL, difference
+    for result in ranks("faulty", 2, fault=fault, layout=layout, objective="pretrain", variant=variant):
+        assert max(result["gradients"], result["rows"]) > 1000 * EQUAL, result
+
+
+@pytest.mark.parametrize("fault, layout, variant", [
+    ("gradients are summed in bf16", {"data": 2}, "plain"),
+    ("FSDP2 sums gradients in bf16", {"shard": 2}, "plain"), ("norms see one rank's rows", {"tensor": 2}, "rich"),
+    ("norms see one rank's rows", {"context": 2}, "rich"), ("the loss is averaged by rank", {"expert": 2}, "moe"),
+    ("the logarithm of the ranks is in the loss", {"tensor": 2}, "plain"), ("experts' gradients count by rank", {"expert": 2}, "moe"),
+], ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "")  # fmt: skip
+def test_the_comparison_in_bf16_sees_faults(ranks: Run, fault: str, layout: dict[str, int], variant: str):
+    row = Row(layout, "pretrain", variant, BF16)
+    for result in ranks("faulty", 2, fault=fault, layout=layout, objective="pretrain", variant=variant, **BF16):
+        assert not is_bf16(row, result), result
 
 
 @pytest.mark.parametrize("given, problem", [
-    ({"layout": {"shard": 2}, "precision": "bf16"}, "proved only in fp32"),
-    ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"context": 2}, "variant": "capped"}, "logits are capped"),
-    ({"layout": {"shard": 2}, "variant": "lora"}, "only without adapters"), ({"layout": {"tensor": 2}, "objective": "z_loss"}, "only without z_loss"),
-    ({"layout": {"pipeline": 2}, "objective": "kto"}, "only without kto"), ({"layout": {"data": 2}, "variant": "lora", "dropout": 0.1}, "only without dropout"),
+    ({"layout": {"tensor": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"tensor": 2}, "variant": "dora"}, "only without dora"),
+    ({"layout": {"data": 2}, "variant": "lora", "dropout": 0.1}, "only without dropout"),
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
-    ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"),
+    ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"shard": 2}, "variant": "nf4"}, "only without nf4"),
     ({"layout": {"expert": 2}}, "has no experts"),
     ({"layout": INTERLEAVED, "size": (3, 2)}, "the model has 3 layers only, for 4 stages"),
 ], ids=lambda value: value if isinstance(value, str) else "")

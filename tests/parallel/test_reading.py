@@ -66,12 +66,17 @@ def sent(given: dict[str, list[Artifact]]) -> dict[str, list[Any]]:
     ("grpo", {"generate": 4, "generate_tensor": 2}), ("grpo", {"compute": {"layout": {"data": 4, "pipeline": 2}}}),
     ("distill", {"training": {"compute": {"layout": {"data": 4, "pipeline": 2}}}}),
     ("dpo", {"training": {"compute": {"layout": {"data": 4, "pipeline": 2, "virtual_stages": 2}}}}),
-], ids=["dpo", "distill", "grpo", "grpo by stages", "distill by stages", "dpo by interleaved stages"])  # fmt: skip
+    ("dpo", {"training": {"compute": {"layout": {"data": 4, "shard": 2}, "precision": "bf16"}}}),
+    ("dpo", {"method": "lora", "lora": {"rank": 4, "loraplus_ratio": 8.0}, "training": {"compute": {"layout": {"shard": 4, "tensor": 2}}}}),
+    ("grpo", {"method": "lora", "lora": {"rank": 4, "keep": True}, "compute": {"layout": {"data": 4, "pipeline": 2}}}),
+], ids=["dpo", "distill", "grpo", "grpo by stages", "distill by stages", "dpo by interleaved stages", "dpo by shards in bf16", "adapters of dpo", "adapters of grpo by stages"])  # fmt: skip
 def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
     ranks: Run, name: str, more: dict[str, Any], tmp_path: Path, store: Store, model: Callable[..., Artifact]  # noqa: F811
 ) -> None:
     given, stage = inputs(store, name, model(3, groups=2, layers=4), model(4, groups=2, layers=4)), REGISTRY[name]
-    config = CONFIGS[name]
+    config = CONFIGS[name] | {key: more[key] for key in ("method", "lora") if key in more}
+    if precision := more.get("training", {}).get("compute", {}).get("precision"):
+        config = config | {"training": config["training"] | {"compute": {"precision": precision}}}
     other = shutil.copytree(store.root, tmp_path / "other")
     single = {key: some if next(spec for spec in stage.inputs if spec.name == key).many else some[0] for key, some in given.items()}
     one = execute(stage, stage.config(**config), single, store)
@@ -86,6 +91,7 @@ def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
         assert own == pytest.approx(expected, rel=1e-4, abs=1e-5)
     metrics = [{k: v for k, v in made.manifest.metrics.items() if k.startswith(("heldout", "reference"))} for made in (shared, one)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+    assert set(shared.manifest.files) == set(one.manifest.files)
 
 
 def tokenized(opened: Store, length: int) -> tuple[Artifact, Artifact]:

@@ -213,7 +213,8 @@ def test_when_an_agent_is_lost_the_others_go_on_with_fewer_copies_of_the_model(r
 def test_a_layout_is_repeated_over_the_processes_that_run(monkeypatch: pytest.MonkeyPatch):
     assert Layout(shard=2).repeated(6) == Layout(data=3, shard=2) and Layout(data=2).repeated(2) == Layout(data=2)
     assert Layout(shard=2).repeated(3) == Layout(shard=2) and Layout(shard=2).repeated(1) == Layout(shard=2)
-    assert "no test proves the layout data 2 x shard 2 x tensor 2 x" not in (Layout(shard=2, tensor=2).repeated(8).refusal("fp32", "cpu") or "")
+    assert Layout(shard=2, tensor=2).repeated(8).refusal("cpu") is None
+    assert "no test proves the layout data 2 x context 2 x tensor 2" in (Layout(context=2).model_copy(update={"tensor": 2}).repeated(8).refusal("cpu") or "")
     monkeypatch.setenv("WORLD_SIZE", "4")
     check(pretrain, PretrainConfig(compute={"layout": {"shard": 2}}))
     with pytest.raises(PunaError, match=r"compute.layout = shard 3 needs 3 processes, or a multiple of that; 4 run: start with --processes 3 or torchrun"):

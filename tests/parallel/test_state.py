@@ -61,6 +61,17 @@ def test_the_state_of_whole_matrices_is_read_by_every_layout(ranks: Run, optimiz
     assert result[0]["losses"] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_go_on_in_every_layout(ranks: Run, precision: str, tmp_path: Path):
+    """The frozen weights must be those of the beginning, whichever pieces of them a rank has, in which precision."""
+    given = {"variant": "lora", "precision": precision}
+    losses = ranks.alone("trained", steps=4, **given)["losses"]
+    given["folder"] = str(tmp_path / "parts")
+    for steps, layout in enumerate([{"shard": 2}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}], 1):
+        result = ranks("trained", 2, layout=layout, steps=steps, **given)
+    assert result[0]["losses"] == pytest.approx(losses, rel=1e-5 if precision == "fp32" else 1e-2)
+
+
 @pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=str)
 def test_the_tensors_of_a_prefix_are_read_alone(ranks: Run, tmp_path: Path, layout: dict[str, int]):
     ranks("trained", size(layout), layout=layout, folder=str(tmp_path), steps=3)

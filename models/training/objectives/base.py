@@ -6,7 +6,7 @@ micro-batch divides its sums by the totals. So losses, gradients and metrics of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -21,6 +21,7 @@ from puna.models.forest import Forest
 BatchT = TypeVar("BatchT")
 Totals = Mapping[str, float]
 Metrics = dict[str, Tensor]
+Ask = Callable[[Callable[[Any, Any], Tensor], Any], Tensor]
 
 
 class Model(Protocol):
@@ -42,6 +43,9 @@ class Model(Protocol):
 
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return, in nats, the targets' log-probs [N] and the entropies [N] of the distributions that predict them."""
+
+    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
+        """Return, in nats, the targets' log-probs and the log-sum-exps of the logits that predict them, [2, N]."""
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the targets' negative log-probs, a scalar in nats."""
@@ -194,12 +198,15 @@ class Objective(Generic[BatchT]):
         """Return this batch's part of the step's denominators, by name."""
         raise NotImplementedError
 
-    def measure(self, model: Model, batch: BatchT) -> dict[str, float]:
-        """Return sums over this batch that need a forward pass, by name, without a gradient; the loop adds them to the step's totals."""
+    def measure(self, ask: Ask, batch: BatchT) -> dict[str, float]:
+        """Return sums over this batch that need a forward pass, by name, without a gradient; the loop adds them to the step's totals.
+        `ask(compute, targets)` returns `compute(model, targets)`, whichever processes hold the model."""
         return {}
 
     def __call__(self, model: Model, batch: BatchT, totals: Totals | None = None) -> tuple[Tensor, Metrics]:
-        return self.loss(model, batch, {**self.totals(batch), **self.measure(model, batch)} if totals is None else totals)
+        if totals is None:
+            totals = {**self.totals(batch), **self.measure(lambda compute, part: compute(model, part), batch)}
+        return self.loss(model, batch, totals)
 
     def loss(self, model: Model, batch: BatchT, totals: Totals) -> tuple[Tensor, Metrics]:
         """Return the loss and metrics of this batch, divided by `totals`, the step's totals."""

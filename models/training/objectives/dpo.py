@@ -11,6 +11,7 @@ from torch import Tensor
 
 from puna.models.training.losses import LOSSES, PairLogprobs
 from puna.models.training.objectives.base import (
+    Ask,
     Batch,
     BatchT,
     Metrics,
@@ -162,9 +163,10 @@ class Kto(PreferenceObjective[KtoBatch]):
         }  # fmt: skip
 
     @torch.no_grad()
-    def measure(self, model: Model, batch: KtoBatch) -> dict[str, float]:
+    def measure(self, ask: Ask, batch: KtoBatch) -> dict[str, float]:
         """Return the sum of the mismatched answers' log-ratios; the step's KL estimate is their mean, or 0 if the mean is negative."""
-        logprobs = batch.mismatched.sum_by_answer(target_logprobs(model, batch.mismatched))
+        targets = batch.mismatched
+        logprobs = targets.sum_by_answer(ask(target_logprobs, targets).to(targets.mask.device))
         return {"mismatched_ratio": float((logprobs - batch.mismatched_reference).sum())}
 
     def loss(self, model: Model, batch: KtoBatch, totals: Totals) -> tuple[Tensor, Metrics]:

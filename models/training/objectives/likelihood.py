@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
-from puna.models.transformer import by_rows
 
 POSITIONS = 512
 """Maximum number of positions whose distributions over the vocabulary are in memory at one time."""
@@ -39,8 +38,7 @@ class LanguageModeling(Objective[Targets]):
         if not self.z_loss:
             loss = token_loss(model, batch, totals["tokens"])
             return loss, {"bits_per_token": loss.detach() / math.log(2.0)}
-        hidden_ND = model.hidden(batch.forest)[batch.positions[batch.mask]]
-        logprobs, normalisers, _ = by_rows(model.logits, hidden_ND, batch.tokens[batch.mask])
+        logprobs, normalisers = model.normalisers(batch.forest, batch.positions[batch.mask], batch.tokens[batch.mask])
         loss, term = divide(-logprobs.sum(), totals["tokens"]), self.z_loss * divide(normalisers.square().sum(), totals["tokens"])
         return loss + term, {"bits_per_token": loss.detach() / math.log(2.0), "z_loss": term.detach()}
 

@@ -65,29 +65,26 @@ class Parallel:
     """A model that every rank holds whole and runs on some micro-batches: the layout `data`, or one process.
 
     whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
-    trained parameters by name. pieces: each local tensor's part of the whole tensor. owned: weights whose optimizer state one rank has
-    whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the pieces; None: the whole model's.
+    trained parameters by name; `frozen`: those that are not trained. pieces: each local tensor's part of the whole tensor. owned: weights
+    whose optimizer state one rank has whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the
+    pieces; None: the whole model's. dtype: in which the model computes.
     """
 
-    def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None) -> None:
-        self.whole, self.mesh = whole, mesh
+    def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self.whole, self.mesh, self.dtype = whole, mesh, dtype
         self.beside: dict[str, Parallel] = {}
         self.owned: frozenset[str] = frozenset()
         self.model: nn.Module = whole
         self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
+        self.frozen: dict[str, Tensor] = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
         self._published = False
 
     @property
     def processes(self) -> int:
         """Return the number of processes in the layout."""
         return self.mesh.layout.processes
-
-    @property
-    def frozen_weights(self) -> dict[str, Tensor]:
-        """Return the weights that are not trained, by name; each rank has them whole."""
-        return {name: p for name, p in self.whole.named_parameters() if name not in self.pieces}
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:
         """Return this rank's micro-batches in the order of the step. All ranks get the same number, if necessary by uncounted repeats."""
@@ -182,16 +179,17 @@ class Parallel:
         return whole
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Write the ranks' pieces into the whole model, on all ranks. If this rank trains the whole model, do nothing."""
+    def publish(self, dtype: torch.dtype | None = None) -> None:
+        """Write the ranks' pieces into the whole model, on all ranks, in `dtype` (None: fp32). If this rank trains the whole model, do
+        nothing."""
         if self.model is self.whole:
             return
         weights = dict(self.whole.named_parameters())
-        for name, value in self.gather(self.pieces, self.parameters):
+        for name, value in self.gather(self.pieces, {**self.parameters, **self.frozen}):
             if self._published:
                 weights[name].copy_(value)
             else:  # copying into weights that are mapped from a file would read all of them
-                weights[name].data = value.to(self.device, copy=True)
+                weights[name].data = value.to(self.device, dtype, copy=True)
         self._published = True
 
     def release(self) -> None:
@@ -246,16 +244,25 @@ class Parallel:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
-    """Within the context, give a model whose weights the ranks hold in pieces its whole weights; all ranks must enter together."""
+def whole(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Within the context, give a model whose weights the ranks hold in pieces its whole weights, in `dtype` (None: fp32); all ranks must
+    enter together."""
     held = getattr(model, "held", None)
     if held is not None:
-        held.publish()
+        held.publish(dtype)
     yield
     if held is not None:
         held.release()
 
 
+def assemble(model: Transformer) -> None:
+    """Give a model whose weights the ranks hold in pieces its whole weights, in fp32, for good; all ranks must call this together."""
+    if model.held is not None:
+        model.held.publish()
+        model.held = None
+
+
 def whole_weights(model: Transformer) -> Iterable[tuple[str, Tensor]]:
     """Return a model's weights by name. If the ranks hold them in pieces, all ranks must read them together, and none keeps them."""
-    return model.state_dict().items() if model.held is None else model.held.gather(model.held.pieces, model.held.parameters)
+    held = model.held
+    return model.state_dict().items() if held is None else held.gather(held.pieces, {**held.parameters, **held.frozen})

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from puna.kernels.attention import attention_of_rows
 from puna.kernels.forest_mask import TILE_ROWS
-from puna.kernels.linear_cross_entropy import linear_cross_entropy
-from puna.kernels.linear_token_logprobs import linear_token_logprobs
 from puna.models.forest import Forest
 from puna.models.training.parallel.collectives import add_parts, gather_rows, scale_gradient
 from puna.models.training.parallel.cut_model import CutTransformer
 from puna.models.training.parallel.mesh import Mesh, by_load
-from puna.models.transformer import Transformer
+from puna.models.transformer import Transformer, softcap
 
 CHUNKS = 16
 """Minimum chunks per rank, if there are enough rows."""
@@ -88,7 +86,8 @@ class ContextTransformer(CutTransformer):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         # All ranks compute the same gradient of the weight; these are added up later, so each is scaled down.
-        return nn.functional.linear(hidden_ND, scale_gradient(self.lm_head.weight, 1 / self.mesh.size("context")))
+        logits_NV = nn.functional.linear(hidden_ND, scale_gradient(self.lm_head.weight, 1 / self.mesh.size("context")))
+        return softcap(logits_NV, self.config.final_logit_softcapping)
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
         return nn.functional.linear(hidden_ND, scale_gradient(self.score.weight, 1 / self.mesh.size("context")))[:, 0]
@@ -102,11 +101,10 @@ class ContextTransformer(CutTransformer):
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         x_nD, dealt = self._own_hidden(forest)
         mine, places = self._own_places(dealt, positions)
-        both = linear_token_logprobs(x_nD[places], self.lm_head.weight, targets[mine], temperature)
-        empty = x_nD.new_zeros(len(positions), 2)
-        return add_parts(empty.index_copy(0, mine, torch.stack(both, 1)), self.context).unbind(1)  # type: ignore[return-value]
+        both = torch.stack(self._logprobs(x_nD[places], targets[mine], temperature))
+        return add_parts(both.new_zeros(2, len(positions)).index_copy(1, mine, both), self.context).unbind()  # type: ignore[return-value]
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         x_nD, dealt = self._own_hidden(forest)
         mine, places = self._own_places(dealt, positions)
-        return add_parts(linear_cross_entropy(x_nD[places], self.lm_head.weight, targets[mine], weights[mine]), self.context)
+        return add_parts(self._cross_entropy(x_nD[places], targets[mine], weights[mine]), self.context)

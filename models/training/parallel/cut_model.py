@@ -6,6 +6,7 @@ the attention and feed-forward blocks, and reduce-scattered after these. Objecti
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from puna.models.training.parallel.collectives import add_gradients, add_parts, 
 from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
 from puna.models.training.parallel.vocabulary import Share
-from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend
+from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend, softcap
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism splits along the outputs (linear layers) or along the vocabulary."""
@@ -88,9 +89,10 @@ class CutTransformer(Transformer):
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         with torch.device("meta"):
             super().__init__(whole.config, whole.head)
+        self.model = without_values(whole.model)
         self.mesh, self.tensor = mesh, mesh.group("tensor")
         tokens, p = whole.config.vocab_size, mesh.size("tensor")
-        self.share = Share(bounds(tokens, p, mesh.at["tensor"])[0], cut(tokens, p), self.tensor)
+        self.share = Share(bounds(tokens, p, mesh.at["tensor"])[0], cut(tokens, p), self.tensor, whole.config.final_logit_softcapping)
         if self.tensor is not None:
             self._cut_matrices(self.model)
             self.parts = Parts(partial(dist.all_reduce, group=self.tensor), mesh.at["tensor"] == 0)
@@ -106,14 +108,22 @@ class CutTransformer(Transformer):
         decoder.embed_tokens = embedding
         for block in decoder.layers:
             assert isinstance(block, Block)
-            for half, name in ((block.self_attn, "o_proj"), (block.mlp, "down_proj")):
-                given = getattr(half, name)
-                with torch.device("meta"):
-                    matrix = RowParallel(given.in_features, given.out_features, given.bias is not None)
-                matrix.group = self.tensor
-                setattr(half, name, matrix)
+            self._cut_inputs(block.self_attn, "o_proj")
+            self._cut_inputs(block.mlp, "down_proj")
             block.self_attn.register_forward_pre_hook(lambda _, given: (self._all_rows(given[0], len(given[1])), *given[1:]))
             block.mlp.register_forward_pre_hook(lambda _, given: (self._all_rows(given[0], len(given[0]) * self.mesh.size("tensor")),))
+
+    def _cut_inputs(self, module: nn.Module, name: str) -> None:
+        """Replace the linear layer `name` of a module by one that is split along its inputs; of adapted layers, matrix and A."""
+        given = getattr(module, name)
+        if hasattr(given, "lora_A"):  # PEFT's layers, without its import
+            self._cut_inputs(given, "base_layer")
+            self._cut_inputs(given.lora_A, "default")
+            return
+        with torch.device("meta"):
+            matrix = RowParallel(given.in_features, given.out_features, given.bias is not None)
+        matrix.group = self.tensor
+        setattr(module, name, matrix)
 
     def _all_rows(self, x_TD: Tensor, rows: int) -> Tensor:
         return gather_rows(x_TD, rows, self.tensor, partial=True)
@@ -150,18 +160,23 @@ class CutTransformer(Transformer):
         logits_VN = self.lm_head(add_gradients(hidden_ND, self.tensor)).T
         short = self.share.most - len(logits_VN)
         padded_VN = nn.functional.pad(logits_VN, (0, 0, 0, short))
-        return gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T.contiguous()
+        logits_NV = gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T.contiguous()
+        return softcap(logits_NV, self.config.final_logit_softcapping)
 
-    def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, hidden_ND: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if self.tensor is None:
-            return super().token_logprobs(forest, positions, targets, temperature)
-        hidden_ND = self.hidden(forest)[positions]
-        return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature, self.share)
+            return super()._logprobs(hidden_ND, targets, temperature)
+        return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature, self.share)[:2]
 
-    def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
         if self.tensor is None:
-            return super().cross_entropy(forest, positions, targets, weights)
+            return super().normalisers(forest, positions, targets)
         hidden_ND = self.hidden(forest)[positions]
+        return torch.stack(vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, 1.0, self.share)[::2])
+
+    def _cross_entropy(self, hidden_ND: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        if self.tensor is None:
+            return super()._cross_entropy(hidden_ND, targets, weights)
         return vocabulary.cross_entropy(hidden_ND, self.lm_head.weight, targets, weights, self.share)
 
 
@@ -170,18 +185,27 @@ def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
     p, at = mesh.size("tensor"), mesh.at["tensor"]
     # Ranks along `context` compute different rows of a micro-batch, so each computes a part of the gradient.
     whole = Piece.of(weight, sums=frozenset({*READERS, "context"}))
-    module, kind = name.split(".")[-2:]
+    module, kind = name.replace(".base_layer.", ".").split(".")[-2:]
+    if ".lora_" in name:  # as PEFT names matrices A and B: MODULE.lora_A.default.weight
+        module, kind = name.split(".")[-4:-2]
     if module == "experts":
         experts = bounds(len(weight), mesh.size("expert"), mesh.at["expert"])
         return replace(whole, box=(experts, *whole.box[1:]), cut=frozenset({"expert"}), sums=whole.sums - {"expert"})
     if p == 1 or module == "score":
         return whole
-    if module in OUTPUTS or (module in INPUTS and kind == "weight"):
+    if (module in OUTPUTS and kind != "lora_A") or (module in INPUTS and kind in ("weight", "lora_A")):
         axis = 0 if module in OUTPUTS else 1
         box = tuple(bounds(size, p, at) if i == axis else (0, size) for i, size in enumerate(weight.shape))
         return Piece(tuple(weight.shape), box, cut=frozenset({"tensor"}))
-    # Norms, and biases added after a reduce-scatter, see a piece of the rows; norms of heads see a piece of the heads.
+    # Norms, and biases and matrices B after a reduce-scatter, see a piece of the rows; norms of heads see a piece of the heads, and the
+    # other matrices A a piece of their outputs' gradients.
     return Piece.of(weight, sums=frozenset({*READERS, "tensor"}))
+
+
+def without_values(module: nn.Module) -> Any:
+    """Return a copy of a module whose parameters are on the device `meta`."""
+    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, memo)
 
 
 def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -74,10 +74,10 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """Return a description: whether in fp32 or with recomputed layers, and the shares of the step's time not spent computing."""
+        """Return a description: whether layers are computed twice, and the shares of the step's time not spent computing."""
         rest = {"transfers": self.transfers, "pipeline bubble": self.bubble, "update": self.update}
         parts = [f"{name} {value / self.seconds:.0%}" for name, value in rest.items() if value / self.seconds >= 0.005]
-        said = ["compute.precision fp32"] * (self.work.precision == "fp32") + ["computes each layer twice"] * self.work.checkpointing
+        said = ["computes each layer twice"] * self.work.checkpointing
         return ", ".join(said + parts) or "nothing but computing"
 
 
@@ -177,14 +177,13 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, **used: object) -> list[Estimate]:
     """Return up to `most` estimates that fit, fastest first, one per set of axes; if none fits, the one of fewest bytes.
-    `checkpointing` is varied. A layout refused on GPUs (`used`: see `Layout.refusal`) is planned in fp32, or left out if refused again."""
+    `checkpointing` is varied. Layouts refused on GPUs (`used`: see `Layout.refusal`) are left out."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
     for layout in [Layout()] if devices == 1 else layouts(devices):
-        able = [replace(work, precision=one) for one in (work.precision, "fp32") if not layout.refusal(one, "cuda", config, **used)][:1]
         try:
-            own = [replace(one, checkpointing=less) for one in able for less in (False, True)]
-            estimates = [estimate(config, one, layout, sheet) for one in own]
+            able = (False, True) if layout.refusal("cuda", config, **used) is None else ()
+            estimates = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in able]
         except ValueError:
             continue
         for one in estimates:

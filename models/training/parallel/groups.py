@@ -69,7 +69,7 @@ class Groups:
         """Return the model that this rank samples from: gathered if it also trains and ranks sample from whole models, else `held`."""
         if not self.trains or _in_pieces(held.mesh.layout):
             return held
-        held.publish()
+        held.publish(held.dtype)
         return Parallel(held.whole, Mesh(ONE))
 
     def ask(self, held: Parallel, order: dict[str, Any]) -> None:
@@ -79,9 +79,11 @@ class Groups:
         digests, first = dict[str, str](), dist.get_rank() == self._training[0]
         if first:
             meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps(order))
-        for name, weight in held.gather(dict(sorted(held.pieces.items())), held.parameters):
+        names = sorted(name for name, p in held.whole.named_parameters() if p.requires_grad)
+        for name, weight in held.gather({name: held.pieces[name] for name in names}, held.parameters):
+            weight = weight.to(held.dtype, copy=True)
             digests |= {name: tensors_digest({name: weight})} if first else {}
-            dist.broadcast(_bytes(weight.clone()), self._training[0], self._everyone)
+            dist.broadcast(_bytes(weight), self._training[0], self._everyone)
         broadcast_text(json.dumps(digests), self._training[0], self._everyone)
         self._asked += 1
 

@@ -29,7 +29,7 @@ PROVED = frozenset(
 CUT = frozenset(AXES) - {"data"}
 BUCKET = 1 << 23
 """Elements at which a bucket of tensors is full: few large exchanges are faster than many small ones."""
-UNPROVED = {"z_loss": CUT, "adapters": CUT, "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES), "kto": frozenset({"pipeline"})}
+UNPROVED = {"nf4": CUT, "dora": frozenset({"tensor"}), "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES)}
 """Setting → the axes with which no test proves it."""
 
 
@@ -96,22 +96,18 @@ class Layout(Settings):
 
     def misfit(self, config: ModelConfig) -> str | None:
         """Return why a model's shape does not fit this layout; None if it fits."""
-        if self.axes & CUT and config.final_logit_softcapping is not None:
-            return f"layout = {self}: it is proved only without final_logit_softcapping, and the model's logits are capped"
         for axis in sorted(self.axes):
             parts = self.stages if axis == "pipeline" else self.size(axis)
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):
                 return f"layout.{axis} = {self.size(axis)}: {problem}"
         return None
 
-    def refusal(self, precision: str, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
+    def refusal(self, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
         """Return why no training runs under this layout, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
         if problem := self._unproved() or (config and self.misfit(config)):
             return problem
         if self.context > 1 and device != "cpu":
             return "layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet"
-        if self.axes & CUT and precision == "bf16":
-            return f"the layout {self} is proved only in fp32: set compute.precision to fp32"
         name = next((name for name, value in used.items() if value and self.axes & UNPROVED[name]), None)
         return name and f"the layout {self} is proved only without {name}: leave {name} out, or change the layout"
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from puna.models.forest import Forest
 from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
-from puna.models.training.parallel.cut_model import place
+from puna.models.training.parallel.cut_model import place, without_values
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.transformer import Attend, Transformer, decode, forest_attend
 
@@ -61,6 +61,7 @@ class StageTransformer(Transformer):
     def __init__(self, whole: Transformer, stages: Sequence[range]) -> None:
         with torch.device("meta"):
             super().__init__(whole.config, whole.head)
+        self.model = without_values(whole.model)
         self.stages, self.first = stages, stages[0].start
         self.given: Tensor | None = None
 
@@ -83,18 +84,16 @@ class StageTransformer(Transformer):
         return self.decode(x_TD, forest.positions, forest_attend(self.config, forest.mask), number)
 
     def hidden(self, forest: Forest) -> Tensor:
-        """Return the final hidden states [T, D] from the last stage's input. Raise ValueError at a second call in a micro-batch."""
+        """Return the final hidden states [T, D] from the last stage's input; an objective may call the model once in a micro-batch."""
         inputs, self.given = self.given, None
-        if inputs is None:
-            raise ValueError("this objective calls the model more than once in a micro-batch (as kto does): set layout.pipeline to 1")
         return self.through(forest, inputs, -1)
 
 
 class Pipelined(Parallel):
     """A `Transformer` in stages of layers: the layout `pipeline`, with copies of each stage if there is `data`."""
 
-    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
-        super().__init__(whole, mesh, device)
+    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(whole, mesh, device, dtype)
         self._rank, self._ranks, self._stages = mesh.at["pipeline"], mesh.size("pipeline"), mesh.layout.stages
         layers = whole.config.num_hidden_layers
         starts = [-(-layers * stage // self._stages) for stage in range(self._stages + 1)]
@@ -107,6 +106,7 @@ class Pipelined(Parallel):
         for name, parameter in held.items():
             place(self.model, "lm_head.weight" if copy and name == EMBEDDING else name, parameter)
         self.parameters = {name: p for name, p in held.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in held.items() if not p.requires_grad}
         self._sent = [deque[tuple[Any, Tensor]]() for _ in mesh.lanes]
 
     @property
@@ -136,8 +136,6 @@ class Pipelined(Parallel):
                 for name, value in waiting[number, stage][2].items():
                     metrics[name] = metrics[name] + value if name in metrics else value
         self._wait_for_sends()
-        if self._tied:
-            self._add_tied()
         return total, metrics
 
     @torch.no_grad()
@@ -156,14 +154,14 @@ class Pipelined(Parallel):
 
         Return the input (None for the first stage), the output (the loss for the last stage), and the last stage's metrics."""
         forest = getattr(part, "targets", part).forest
-        weight = next(iter(self.parameters.values()))
+        device, dtype = self.held.place
         inputs = None
         if stage:
-            inputs = torch.empty(len(forest), self.held.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            inputs = torch.empty(len(forest), self.held.config.hidden_size, dtype=dtype, device=device)
             self._receive(inputs, stage - 1, stage)
             inputs.requires_grad_()
         if stage < self._stages - 1:
-            out = self.held.through(forest.to(weight.device), inputs, self._own.index(stage))
+            out = self.held.through(forest.to(device), inputs, self._own.index(stage))
             self._send(out.detach(), stage, stage + 1)
             return inputs, out, {}
         self.held.given = inputs
@@ -195,9 +193,11 @@ class Pipelined(Parallel):
             while sent:
                 sent.popleft()[0].wait()
 
-    def _add_tied(self) -> None:
-        """Sum the gradients of the embedding and of the tied output layer: one matrix, held by the first and the last stage."""
-        weight = self.parameters.get(EMBEDDING)
+    def add_gradients(self, weights: Mapping[str, Tensor]) -> None:
+        super().add_gradients(weights)
+        if not self._tied or not self.whole.get_parameter(EMBEDDING).requires_grad:
+            return
+        weight = weights.get(EMBEDDING)  # with the output layer one matrix, held by the first and the last stage
         shape = self.pieces[EMBEDDING].shape
         gradient = torch.zeros(shape, device=self.device) if weight is None or weight.grad is None else weight.grad
         self.mesh.add(gradient, "pipeline")

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from puna.models.training.boxes import own
@@ -21,21 +21,23 @@ from puna.models.training.parallel.cut import Cut
 from puna.models.training.parallel.mesh import Mesh, bounds
 from puna.models.transformer import Transformer
 
-METHODS = ("hidden", "scalar", "logits", "token_logprobs", "cross_entropy")
+METHODS = ("hidden", "scalar", "logits", "token_logprobs", "normalisers", "cross_entropy")
 
 
 class Sharded(Cut):
     """A `Transformer` whose weights are sharded over ranks by rows: the layout `shard`."""
 
-    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None) -> None:
-        super().__init__(whole, mesh, device)
+    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(whole, mesh, device, dtype)
         model = self.model
         assert isinstance(model, Transformer)
         ranks = DeviceMesh.from_group(mesh.group("shard"), self.device.type)
+        # Shards stay in fp32: FSDP2 rounds the weights that it gathers, and adds up gradients in fp32.
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for block in model.model.layers:
-            fully_shard(block, mesh=ranks)
+            fully_shard(block, mesh=ranks, mp_policy=policy)
         # `cross_entropy` calls `hidden`, at whose end the output layer's weights would be freed.
-        fully_shard(model, mesh=ranks, reshard_after_forward=False)
+        fully_shard(model, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
         for method in METHODS:
             register_fsdp_forward_method(model, method)
         for module in model.modules():
@@ -46,10 +48,12 @@ class Sharded(Cut):
         model.to_empty(device=self.device)
         if model.head == "lm" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
-        self._shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        shards = dict(model.named_parameters())
         for name, weight in whole.named_parameters():
-            _local(self._shards[name]).detach().copy_(own(weight, self.pieces[name].slices(), self.device))
+            _local(shards[name]).detach().copy_(own(weight, self.pieces[name].slices(), self.device))
+        self._shards = {name: p for name, p in shards.items() if p.requires_grad}
         self.parameters = {name: nn.Parameter(_local(p).detach()) for name, p in self._shards.items()}
+        self.frozen = {name: nn.Parameter(_local(p).detach(), False) for name, p in shards.items() if not p.requires_grad}
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         """Return a meta tensor of the piece's shape: the rank's rows are read later, once FSDP2 has sharded the tensor."""

@@ -15,20 +15,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from puna.kernels.linear import product
-from puna.kernels.output_layer import chunks
+from puna.kernels.operators import wide
+from puna.kernels.output_layer import accumulate, chunks, gradients
 from puna.models.training.parallel.collectives import add_gradients
+from puna.models.transformer import softcap
 
 
 class Share(NamedTuple):
-    """A rank's part of the vocabulary: tokens from `start` on; `most`: number of tokens in the group's largest part."""
+    """A rank's part of the vocabulary: tokens from `start` on; `most`: number of tokens in the group's largest part; `cap`: of logits."""
 
     start: int
     most: int
     group: Any
+    cap: float | None = None
 
     def chunks(self, rows: int, w_VD: Tensor) -> Iterator[slice]:
         """Return the slices of rows that all ranks compute together; they are equal on ranks with different numbers of tokens."""
         return chunks(rows, w_VD[:1].expand(self.most, -1))
+
+    def logits(self, x_CD: Tensor, w_VD: Tensor) -> Tensor:
+        """Return this rank's logits [C, V], capped, in fp32 or fp64."""
+        return softcap(product(x_CD, w_VD).to(wide(x_CD.dtype)), self.cap)
+
+    def uncapped(self, d_CV: Tensor, z_CV: Tensor) -> Tensor:
+        """Return the gradient of the logits before the cap, from the gradient d of the capped logits z."""
+        return d_CV if self.cap is None else d_CV * (1 - (z_CV / self.cap).square())
 
 
 def _normalise(z_CV: Tensor, own: Tensor, inside: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,15 +66,16 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, w_VD, targets, weights, share):
         own, inside = _places(targets, share.start, len(w_VD))
-        dx_ND, dw_VD, loss = torch.zeros_like(x_ND), torch.zeros_like(w_VD), x_ND.new_zeros(())
+        (dx_ND, dw_VD), loss = gradients(x_ND, w_VD, True, True), weights.new_zeros(())
         for rows in share.chunks(len(x_ND), w_VD):
-            lse, picked, p_CV, _ = _normalise(product(x_ND[rows], w_VD), own[rows], inside[rows], share.group)
+            z_CV = share.logits(x_ND[rows], w_VD)
+            lse, picked, p_CV, _ = _normalise(z_CV, own[rows], inside[rows], share.group)
             loss += ((lse - picked) * weights[rows]).sum()
             p_CV[torch.arange(len(p_CV), device=own.device), own[rows]] -= inside[rows].to(p_CV.dtype)
-            d_CV = p_CV.mul_(weights[rows, None])
+            d_CV = share.uncapped(p_CV.mul_(weights[rows, None]), z_CV).to(x_ND.dtype)
             dx_ND[rows] = product(d_CV, w_VD.T)
-            dw_VD.addmm_(d_CV.T, x_ND[rows])
-        ctx.save_for_backward(dx_ND, dw_VD)
+            accumulate(dw_VD, d_CV, x_ND[rows])
+        ctx.save_for_backward(dx_ND, dw_VD.to(w_VD.dtype))
         return loss
 
     @staticmethod
@@ -76,29 +88,30 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, w_VD, targets, temperature, share):
         own, inside = _places(targets, share.start, len(w_VD))
-        logprobs, entropies = x_ND.new_empty(len(x_ND)), x_ND.new_empty(len(x_ND))
+        logprobs, entropies, normalisers = torch.empty(3, len(x_ND), dtype=wide(x_ND.dtype), device=x_ND.device)
         for rows in share.chunks(len(x_ND), w_VD):
-            z_CV = product(x_ND[rows], w_VD) / temperature
+            z_CV = share.logits(x_ND[rows], w_VD) / temperature
             lse, picked, _, mean = _normalise(z_CV, own[rows], inside[rows], share.group)
-            logprobs[rows], entropies[rows] = picked - lse, lse - mean
+            logprobs[rows], entropies[rows], normalisers[rows] = picked - lse, lse - mean, lse
         ctx.save_for_backward(x_ND, w_VD, own, inside)
         ctx.temperature, ctx.share = temperature, share
-        return logprobs, entropies
+        return logprobs, entropies, normalisers
 
     @staticmethod
-    def backward(ctx, g_logprobs, g_entropies):
+    def backward(ctx, g_logprobs, g_entropies, g_normalisers):
         x_ND, w_VD, own, inside = ctx.saved_tensors
-        dx_ND, dw_VD = torch.zeros_like(x_ND), torch.zeros_like(w_VD)
+        dx_ND, dw_VD = gradients(x_ND, w_VD, True, True)
         for rows in ctx.share.chunks(len(x_ND), w_VD):
-            z_CV = product(x_ND[rows], w_VD) / ctx.temperature
-            _, _, p_CV, mean = _normalise(z_CV, own[rows], inside[rows], ctx.share.group)
-            # d log p(t) = one-hot - p;  d H = -p (z - sum(p z))
-            d_CV = -p_CV * (g_logprobs[rows, None] + g_entropies[rows, None] * (z_CV - mean[:, None]))
+            z_CV = ctx.share.logits(x_ND[rows], w_VD)
+            y_CV = z_CV / ctx.temperature
+            _, _, p_CV, mean = _normalise(y_CV, own[rows], inside[rows], ctx.share.group)
+            # d log p(t) = one-hot - p;  d H = -p (y - sum(p y));  d log-sum-exp = p
+            d_CV = -p_CV * ((g_logprobs - g_normalisers)[rows, None] + g_entropies[rows, None] * (y_CV - mean[:, None]))
             d_CV[torch.arange(len(d_CV), device=own.device), own[rows]] += g_logprobs[rows] * inside[rows]
-            d_CV /= ctx.temperature
+            d_CV = (ctx.share.uncapped(d_CV, z_CV) / ctx.temperature).to(x_ND.dtype)
             dx_ND[rows] = product(d_CV, w_VD.T)
-            dw_VD.addmm_(d_CV.T, x_ND[rows])
-        return dx_ND, dw_VD, None, None, None
+            accumulate(dw_VD, d_CV, x_ND[rows])
+        return dx_ND, dw_VD.to(w_VD.dtype), None, None, None
 
 
 def cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor, share: Share) -> Tensor:
@@ -107,7 +120,8 @@ def cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor, 
     return loss
 
 
-def token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float, share: Share) -> tuple[Tensor, Tensor]:
-    """Return `linear_token_logprobs` over the vocabulary of all ranks; x and its gradient are equal on all ranks."""
-    both: tuple[Tensor, Tensor] = _TokenLogprobs.apply(add_gradients(x_ND, share.group), w_VD, targets, temperature, share)
-    return both
+def token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float, share: Share) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropies and log-sum-exps [N] over the vocabulary of all ranks, as `linear_token_logprobs`; x and its gradient
+    are equal on all ranks."""
+    results: tuple[Tensor, Tensor, Tensor] = _TokenLogprobs.apply(add_gradients(x_ND, share.group), w_VD, targets, temperature, share)
+    return results
