@@ -434,7 +434,7 @@ def test_a_broken_alias_is_named(tmp_path: Path, text: str) -> None:
     store.set_alias("best@latest", made)
     (tmp_path / "refs" / "best" / "latest.json").write_text(text)
     for use in (lambda: store.alias("best@latest"), store.names, lambda: maintenance.collect(store, keep_runs=0, work_days=0, remove=True)):
-        with pytest.raises(PunaError, match="latest.json: does not say what it points to"):
+        with pytest.raises(PunaError, match="latest.json: is damaged"):
             use()
     store.set_alias("best@latest", made)
     assert store.alias("best@latest") == made
