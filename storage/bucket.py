@@ -44,7 +44,7 @@ class Bucket:
 
     def _request(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
         """Return a request's response. Retry it up to `TRIES` times, besides the client's own retries. Raise FileNotFoundError for a
-        missing file, PunaError for other failures. `written`: the request writes, so a 404 means that the bucket is missing."""
+        missing file, PunaError for other failures except a failed condition. `written`: the request writes, so a 404 means no bucket."""
         for attempt in range(TRIES):
             try:
                 return request()

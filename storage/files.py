@@ -91,8 +91,7 @@ class Files(Protocol):
         """Move a local file to `name`, replacing any old one. Its bytes survive a power failure if it was synced before."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content, if it exists. The manifest is removed first, so a half-removed folder is no
-        artifact."""
+        """Remove a file, or a folder with its content, if it exists. A half-removed folder is never taken for an artifact."""
 
     def move(self, folder: str, target: str) -> None:
         """Rename a folder; the target must not exist."""

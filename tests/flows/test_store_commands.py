@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> Store:
             dropped = {"id": [ID], "rule": ["words"], "value": [5.0], "threshold": [float(most)], "detail": pa.array([None], pa.string())}
             work.add("dropped", pa.table(dropped), "all")
             work.commit("documents", identity.key, identity, metrics={"kept": 0})
-    store.record("first-run", runs.start_event("curate", command="puna run curate --recipe clean", recipe="clean", commit="abc"))
+    store.record("first-run", runs.event("started", flow="curate", command="puna run curate --recipe clean", recipe="clean", commit="abc"))
     store.record("first-run", runs.Made("ingest", "import", "pages", pages.key, False, 1.0).event())
     return store
 
@@ -316,8 +316,8 @@ def test_a_report_makes_no_store(tmp_path: Path) -> None:
 def test_a_run_whose_end_is_recorded_is_not_asked_whether_it_is_at_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(LocalFiles, "is_held", lambda files, name: asked.append(name) is None)
-    for name, end in (("done", runs.finish_event()), ("wrong", runs.failure_event("x")), ("stopped", runs.stop_event()), ("open", None)):
-        for event in (runs.start_event("curate"), *([end] if end else [])):
+    for name, end in (("done", runs.event("finished")), ("wrong", runs.event("failed", error="x")), ("stopped", runs.event("stopped")), ("open", None)):
+        for event in (runs.event("started", flow="curate"), *([end] if end else [])):
             store.record(name, event)
     assert [store.log(name).state for name in ("done", "wrong", "stopped", "open")] == ["finished", "failed", "stopped", "at work"]
     assert asked == ["run-open"]
