@@ -143,7 +143,7 @@ def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repe
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():
         if share.epochs >= max_repeats - TOLERANCE:
-            notes.append(f"{category} is read {max_repeats:g} times, as often as any may be (max_repeats)")
+            notes.append(f"{category} is read {max_repeats:g} times, the maximum (max_repeats)")
         elif max_share < 1 and share.weight >= most - TOLERANCE and share.bytes > most * total:
             notes.append(f"{category} is held at {most:.3g} of the training text (max_share)")
     return notes
