@@ -50,8 +50,10 @@ class Aliases:
         return None if fields is None else (fields["kind"], fields["key"])
 
     def set(self, alias: str, artifact: Artifact, expected: str | None = None) -> str:
-        """Point an alias at an artifact and return the alias. For a numbered alias that was ever set to another artifact, use the next free
-        number instead. `expected`: the key that an alias without a number must point to before (empty: none), else raise PunaError."""
+        """Point an alias at an artifact and return the alias. If a numbered alias was ever set to another artifact, use the next free
+        number.
+
+        `expected`: the key that an alias without a number must point to now ("": no such alias). Raise PunaError if it does not."""
         if (number := NUMBERED.fullmatch(alias)) is not None:
             return self._set_numbered(number[1], int(number[2]), artifact)
         file, data = self._file(alias), pointer({"kind": artifact.kind, "key": artifact.key})
@@ -109,12 +111,12 @@ class Aliases:
         return {alias: fields["key"] for alias, fields in pointers.items() if fields is not None}
 
     def find_lost(self) -> dict[str, str]:
-        """Return alias → first artifact, like `journal`, for aliases of all projects that were set and no longer exist."""
+        """Return alias → `Artifact.id` of its first artifact, for aliases of all projects that were set and no longer exist."""
         present = {self.name_for(alias) for alias in self.files()}
         return {alias: first for alias, first in self.journal().items() if alias not in present}
 
     def journal(self) -> dict[str, str]:
-        """Return alias (as named in the default project) → `Artifact.id` of its first artifact, for all ever set. Skip damaged lines."""
+        """Return alias (named as in the default project) → `Artifact.id` of its first artifact. Skip damaged lines of the journal."""
         first: dict[str, str] = {}
         for entry in index.journal(self._files, JOURNAL, FIELDS)[0]:
             first.setdefault(str(entry["alias"]), str(entry["artifact"]))
@@ -146,7 +148,7 @@ def read_pointer(files: Files, name: str) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"does not say what it points to ({error}); remove it, the next run sets it again"
+        message = f"is damaged ({error}); remove the file, and the next run writes it again"
         raise PunaError(f"{files.uri}/{name}: {message}") from error
 
 

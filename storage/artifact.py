@@ -152,11 +152,12 @@ class Artifact:
     def damage(self, read: Sequence[str] = (), *, quick: bool = False, own: bool = False, seen: set[str] | None = None) -> list[str]:
         """Return one clause per damage found; [] if the artifact is intact (the verified files are then recorded).
 
-        Damage is an unreadable, foreign or edited manifest; a file that is missing or unknown, or has a wrong size or checksum; rows kept
-        by reference whose artifact is gone, damaged or changed. `read`: verify checksums only of files whose names begin with one of these
-        (NAME.parquet also stands for NAME/); empty: of all files. `quick`: skip checksums of files with the version (`Stat`) of their last
-        verification. This still detects changed, truncated, replaced or removed files; only a full check detects bit rot. `own`: skip the
-        artifacts whose rows this one keeps by reference. `seen`: locations of such artifacts that were already checked.
+        Damage is: a manifest that is unreadable, edited or another artifact's; a file that is missing, not in the manifest, or has a wrong
+        size or checksum; rows kept by reference whose artifact is gone, damaged or changed. `read`: verify checksums only of files whose
+        names begin with one of these prefixes (NAME.parquet also stands for NAME/); empty: of all files. `quick`: skip the checksum of a
+        file whose version (`Stat`) is that of its last verification. This still detects changed, truncated, replaced or removed files; only
+        a full check detects bit rot. `own`: skip the artifacts whose rows this artifact keeps by reference. `seen`: folders already
+        checked.
         """
         try:
             manifest = self.manifest

@@ -1,7 +1,7 @@
-"""Checksums of the blocks of a file on an object store. They are stored as the object's metadata, so that every response contains them all.
+"""Checksums of the blocks of a file on an object store. They are in the object's metadata, so every response contains all of them.
 
-Reads of an opened file are extended to whole blocks, whose checksums are verified. So Parquet, DuckDB and model loaders detect flipped
-bits, whether in transit or at rest, except in files that other tools copied in without checksums."""
+Reads of an opened file are extended to whole blocks, whose checksums are verified. So Parquet, DuckDB and model loaders detect bits that
+flipped in transit or at rest. Files that other tools copied into the bucket have no checksums and are not verified."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class Bucket:
         return _connect(self.bucket, self.prefix, os.environ.get("AWS_ENDPOINT_URL", ""))
 
     def _request(self, name: str, request: Callable[[], T], *, written: bool = False) -> T:
-        """Return a request's response, retrying beyond the client's own retries. `written`: a 404 means a missing bucket, not file."""
+        """Return a request's response. Retry it up to `TRIES` times, besides the client's own retries. Raise FileNotFoundError for a
+        missing file, PunaError for other failures except a failed condition. `written`: the request writes, so a 404 means no bucket."""
         for attempt in range(TRIES):
             try:
                 return request()

@@ -1,6 +1,7 @@
 """A cache of local copies of an object store's files, for libraries that read by path. A full cache evicts the least recently used entries.
 
-The last `PINNED` entries that a process used stay while it runs. `PUNA_CACHE`: the cache's folder; `PUNA_CACHE_GB`: size per store."""
+The last `PINNED` entries that a process used are not evicted while the process runs. The environment variable `PUNA_CACHE` names the
+cache's folder, and `PUNA_CACHE_GB` is the maximum size of one store's cache in GB (default: 50)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Cache:
         return self.root / "files" / name
 
     def have(self, versions: Mapping[str, str], fetch: Callable[[str, Path], None]) -> None:
-        """Fetch by fetch(name, path) the files of `versions` (name → version) that lack a copy. Pin all; evict others from a full cache."""
+        """Call fetch(name, path) for each file of `versions` (name → version) without a copy of this version. Pin all these files, then
+        evict others if the cache is full."""
         for entry in sorted({_entry(name) for name in versions}):
             self._pin(entry)
         fetched = False

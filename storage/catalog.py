@@ -30,8 +30,8 @@ MOST_COMPARED = 4 << 30
 class Catalog:
     """An open connection to the tables of a store. The views' column `artifact` is the artifact's key.
 
-    Files' checksums are verified before a statement reads the files, up to `MOST_COMPARED` bytes; `uncompared`: number of bytes beyond.
-    `output`: a file outside the store that the connection may write. `memory`: memory limit in DuckDB's notation (`1GB`), with which
+    Before a statement reads files, their checksums are verified, up to `MOST_COMPARED` bytes. `uncompared`: bytes that were not verified.
+    `output`: a file outside the store that the connection may write. `memory`: memory limit in DuckDB's notation (`1GB`); with a limit,
     statements do not spill to disk.
     """
 
@@ -84,7 +84,7 @@ class Catalog:
                 create_view(self.connection, name, self._views)
 
     def _compare(self, names: list[str]) -> None:
-        """Add files that a view reads, and verify the checksums of all files added so far; the last (the newest artifact's) come first."""
+        """Add the files that a view reads, and verify the checksums of all files added so far, the newest artifact's files first."""
         self._read += names
         self.uncompared = compare(self._store.files, reversed(self._read), MOST_COMPARED)
 

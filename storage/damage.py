@@ -34,9 +34,11 @@ _COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
 
 
 def check(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-    """Return `artifact` if a check (of `read`, see `Artifact.damage`) finds no damage. Else raise DamagedArtifact, after moving it, and the
-    damaged artifacts whose rows it refers to, to `quarantine/` if that is writable. A quick check detects changed or removed files.
-    `whole`: verify all bytes, unless the store's reads do so anyway. Only this detects bit rot, which keeps a file's size and time.
+    """Return `artifact` if a check finds no damage. Otherwise move it, and the damaged artifacts whose rows it refers to, to `quarantine/`
+    (if the store is writable), and raise DamagedArtifact.
+
+    `read`: see `Artifact.damage`. The default check detects changed or removed files. `whole`: verify all bytes, unless the store verifies
+    every read. Only this detects bit rot, which changes neither size nor modification time.
     """
     artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # so that its manifest is read again
     if not (damage := artifact.damage(read, quick=not whole or artifact.files.checks_reads)):
@@ -97,7 +99,8 @@ def reading(files: Files) -> Files:
 
 
 def compare(files: Files, names: Iterable[str], most: int | None = None) -> int:
-    """Verify checksums of existing files, unless done recently; return the bytes skipped because of `most`. Run `check` on a mismatch."""
+    """Verify the checksums of existing files, at most `most` bytes (None: all), unless they were verified in the last `FRESH_SECONDS`.
+    Return the bytes beyond `most`, which were not verified. On a mismatch, call `check`, which raises DamagedArtifact."""
     todo, beyond = [], 0
     for name in dict.fromkeys(names) if not files.checks_reads else ():
         stat = files.stat(name)
@@ -136,7 +139,7 @@ def note(files: Files, kind: str, key: str, what: Finding) -> None:
 
 
 def suspects(files: Files) -> dict[str, str]:
-    """Return key → reason, a readable clause, for all suspect artifacts."""
+    """Return key → reason, as a clause for messages, for all suspect artifacts (see the module's docstring)."""
     findings, _ = index.journal(files, JOURNAL, FIELDS)
     if not findings:
         return {}

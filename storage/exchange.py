@@ -1,8 +1,9 @@
 """The exchange (shuffle): regrouping of jobs' rows by a key.
 
-A job writes files in which a partition's rows are contiguous, as a run: an Arrow stream with its checksum. A partition is read by fetching
-its run from every file. A key's leading bits (or an int32 key itself) select the partition, so a partition by id is a range of ids. Above
-`LEVEL` partitions, runs would be short and many: a first level writes runs of several partitions, a second level splits them."""
+Each file that a job writes has one run per partition: the partition's rows as an Arrow stream with a checksum. To read a partition, its
+runs are fetched from all files. The leading bits of a key select the partition (an int32 key is the partition's number), so a partition by
+id is a range of ids. With more than `LEVEL` partitions, runs would be too short. Then a first level writes runs of several partitions each,
+and a second level splits them."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The rows of one partition: begin and end of its run in every file. They are arrays, since terabytes have tens of millions of runs."""
+    """One partition: in each file of `names`, the partition's run is bytes begins[i] to ends[i] - 1. Terabytes of rows have tens of
+    millions of runs, so both are arrays, int64[files]."""
 
     files: Files
     schema: pa.Schema
@@ -103,7 +105,8 @@ class Exchange:
 
     @property
     def nonempty_parts(self) -> list[Partition]:
-        """Return the partitions that have rows. If none has but jobs ran, return the first, so that derived tables have their columns."""
+        """Return the partitions that have rows. If jobs ran but wrote no rows, return the first, so that derived tables get their
+        columns."""
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
@@ -233,7 +236,8 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's result from an earlier attempt with as many runs, or None. Raise `Damaged` if one of its files is damaged."""
+    """Return the result of an earlier attempt at the job; None if there is none, or if it divided the rows into another number of runs.
+    Raise `Damaged` if one of its files is damaged."""
     if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
@@ -256,7 +260,8 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return all jobs' results as an exchange of partitions or, at the first level, of groups. Raise PunaError if their columns differ."""
+    """Return all jobs' results as an exchange: of partitions or, at the first of two levels, of groups of partitions. Raise PunaError if
+    the jobs' tables have different columns."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange returned tables with different columns")

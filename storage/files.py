@@ -91,7 +91,7 @@ class Files(Protocol):
         """Move a local file to `name`, replacing any old one. Its bytes survive a power failure if it was synced before."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its content, if it exists. A half-removed folder is not an artifact."""
+        """Remove a file, or a folder with its content, if it exists. A half-removed folder is never taken for an artifact."""
 
     def move(self, folder: str, target: str) -> None:
         """Rename a folder; the target must not exist."""
@@ -107,7 +107,7 @@ class Files(Protocol):
         """True if a process holds a name."""
 
     def sql(self, connection: duckdb.DuckDBPyConnection) -> str:
-        """Set up the connection to read the store's files; return the prefix of their names in SQL."""
+        """Enable the DuckDB connection to read the store's files; return the prefix that SQL puts before their names."""
 
     def local(self, name: str) -> Path:
         """Return a local path of a file or folder: its own, or that of a copy in a bounded cache."""

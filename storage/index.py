@@ -1,6 +1,7 @@
 """The index: a summary of a store's manifests in one file, so that not all manifests need to be read every time.
 
-Each line has its manifest's version and a checksum, and manifests are always listed, so an outdated or damaged index costs only time."""
+Each line has a checksum and the version of its manifest. All manifests are listed and their versions compared before the index is used, so
+an outdated or damaged index costs only time."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if it cannot be read. `sound`: it is this artifact's and consistent."""
+    """Return the summary of an artifact's manifest. Raise PunaError if the manifest cannot be read. The field `sound` is true if the
+    manifest is consistent and belongs to this artifact."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

@@ -106,7 +106,7 @@ def check(place: Place, name: str) -> None:
 
 
 def is_held(place: Place, name: str, term: float) -> bool:
-    """True if a process holds the name. The call takes up to two terms if the holder is on another machine and does not renew."""
+    """True if a process holds the name. If the holder is on another machine and does not renew the lease, the call takes two terms."""
     return (place, name) in _held or _takeable(place, name, term) is None
 
 
@@ -120,7 +120,8 @@ def _take(place: Place, name: str, term: float) -> Held | None:
 
 
 def _takeable(place: Place, name: str, term: float) -> State | None:
-    """Return the lease's state if no process holds it; None if its holder is alive on this machine or renewed it."""
+    """Return the lease's state if no process holds it, waiting up to two terms. Return None if its holder is alive on this machine, or
+    renewed it while this call waited."""
     first = _state(place, name)
     start, pause = _now(), min(POLL, term / 8)
     while first.owner:

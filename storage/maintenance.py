@@ -26,7 +26,9 @@ class Finding:
 
 
 def verify(store: Store, artifacts: Iterable[Artifact] | None = None, *, trust: bool = False) -> list[Finding]:
-    """Return a finding per artifact (None: all, even without manifest). Record own damage and, if `trust`, trust in intact suspects."""
+    """Verify all bytes of artifacts; return a finding for each. None: all artifacts, also folders without a manifest.
+
+    Log artifacts whose own files are damaged. `trust`: log intact suspect artifacts as trusted, so that they are no longer suspect."""
     findings = [(artifact, artifact.damage()) for artifact in (store.committed_artifacts() if artifacts is None else artifacts)]
     for artifact, damage in findings:
         if damage and artifact.damage(own=True):

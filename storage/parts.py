@@ -63,7 +63,8 @@ class Stored:
         return self.read(range(first, min(last, len(ends) - 1) + 1), columns).slice(start - before, stop - start)
 
     def take(self, rows: Ints, columns: Sequence[str] | None) -> pa.Table:
-        """Return the rows with these ascending numbers (at least one). Read only their row groups; cache the last if it has unread rows."""
+        """Return the rows with these ascending numbers (at least one). Only their row groups are read. If the last of these groups has
+        further rows, it is cached for the next call."""
         ends = np.cumsum(self.groups)
         groups = np.unique(np.searchsorted(ends, rows, side="right")).tolist()
         key = (self, self.version, None if columns is None else tuple(columns))
@@ -99,8 +100,8 @@ class Stored:
 _GUARD = threading.Lock()
 MOST_BEGUN = 4
 _BEGUN: dict[tuple[Stored, str, tuple[str, ...] | None], tuple[int, pa.Table]] = {}
-"""(file, version, columns) → number and rows of a row group that was not read to its end, for the last `MOST_BEGUN` reads: rows kept by
-reference are read in pieces that end within groups."""
+"""(file, version, columns) → number and rows of a row group that was only read in part. Rows kept by reference are read in pieces that end
+within groups; the last `MOST_BEGUN` such groups stay in memory."""
 
 
 @lru_cache(maxsize=256)
@@ -167,8 +168,8 @@ class ShardRows:
             yield from (here[group == one] for one in np.unique(group))
 
     def pieces(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of pieces of at most `rows` rows, cut between row groups if possible; None: pieces of one group or, if rows
-        are kept by reference, of the size of the largest group."""
+        """Yield (start, stop) of pieces of at most `rows` rows, cut between row groups where possible. None: one piece per row group; if
+        rows are kept by reference, pieces as large as the largest group."""
         own = self.stored[0]
         if self.order is None and own is not None:
             edges = [0, *accumulate(own.groups)]

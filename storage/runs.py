@@ -29,35 +29,14 @@ class Made:
 ENDS = ("finished", "failed", "stopped")
 
 
-def start_event(flow: str, **about: Any) -> dict[str, Any]:
-    """Return the event that opens a log: a run of `flow`, a flow or a single stage. `about`: how the run was started (see `RunLog`)."""
-    return {"event": "started", "flow": flow, **about}
-
-
-def finish_event() -> dict[str, Any]:
-    return {"event": "finished"}
-
-
-def failure_event(error: str) -> dict[str, Any]:
-    return {"event": "failed", "error": error}
-
-
-def stop_event() -> dict[str, Any]:
-    return {"event": "stopped"}
+def event(name: str, **about: Any) -> dict[str, Any]:
+    """Return an event: `started` with `flow` and how it started (`RunLog.about`), one of ENDS (`failed` with `error`), or
+    with `text`: `said` for a remark about the outcome, `line` for a line that another process logged."""
+    return {"event": name, **about}
 
 
 CRASHED = "its process ended without a message, as if killed or out of memory; the same command continues from finished work"
 """The error of a run whose log has no closing event, and which no process holds."""
-
-
-def remark(text: str) -> dict[str, Any]:
-    """Return the event for a remark about the outcome of a flow."""
-    return {"event": "said", "text": text}
-
-
-def line(text: str) -> dict[str, Any]:
-    """Return the event for a line that another process logged."""
-    return {"event": "line", "text": text}
 
 
 @dataclass(frozen=True)

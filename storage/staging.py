@@ -82,7 +82,8 @@ class Staging:
             path.unlink(missing_ok=True)
 
     def keep(self, job: str, tables: dict[str, Written], temporary: Path, **more: Any) -> list[Staged]:
-        """Move a job's files (`TABLE.parquet`, `TABLE.order.parquet`, …) to the staging folder, write its record, return the tables."""
+        """Move a job's files (`TABLE.parquet`, `TABLE.order.parquet`, …) from the folder `temporary` to the staging folder; write the job's
+        record; return the tables. `more`: further fields of `Staged`."""
         staged = []
         # Attempts at a job may overlap: each writes separate files, and the record names the files of one attempt.
         attempt = uuid.uuid4().hex[:8]

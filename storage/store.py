@@ -152,7 +152,7 @@ class Store:
         return damage.check(self.files, artifact, read, whole=whole)
 
     def quarantine(self, artifact: Artifact) -> str | None:
-        """Move a damaged artifact to `quarantine/`; see `damage.quarantine`."""
+        """Move a damaged artifact to `quarantine/`; return its new address, None if it is intact or gone."""
         with explain_write_errors(self.uri):
             return damage.quarantine(self.files, artifact)
 
@@ -161,7 +161,7 @@ class Store:
         return damage.suspects(self.files)
 
     def reading(self) -> Store:
-        """Return the store for readers that commit nothing: a table file is read only after its checksum has been verified."""
+        """Return a store for readers that commit nothing. It reads a table file only after verifying the file's checksum."""
         return Store(damage.reading(self.files), self.project)
 
     @contextlib.contextmanager

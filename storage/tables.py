@@ -61,7 +61,8 @@ class Made(NamedTuple):
 
 
 def finish(pieces: Pieces, staging: Staging, mapper: Mapper) -> Made:
-    """Return the table made from `pieces`: as unchanged shards, with referenced rows copied, or merged, by jobs that `mapper` runs."""
+    """Return the table made from `pieces`. They become its shards unchanged, if they can; otherwise jobs that `mapper` runs merge them, or
+    copy the rows that they keep by reference. Raise PunaError if merging would be needed for rows kept by reference."""
     schema = table_schema(pieces.table)
     staged = [one for one in pieces.staged if one.shard.rows]
     raw = sum(one.shard.bytes for one in staged)
@@ -175,7 +176,7 @@ class Balance(NamedTuple):
 
 
 def imbalance(balance: Balance, cut: int, mapper: Mapper, most: int = 3) -> list[tuple[str, int]]:
-    """Return the first `most` ids that occur more or less often in the output than in the input, with the number missing (< 0: extra)."""
+    """Return the first `most` ids whose numbers of rows in input and output differ, each with the number missing (negative: too many)."""
     jobs = [(Balance(near(balance.came, *span(cut, n)), near(balance.went, *span(cut, n))), span(cut, n), most) for n in range(cut)]
     return sorted(one for ids in mapper(_imbalance, jobs) for one in ids)[:most]
 

@@ -96,7 +96,8 @@ class Work:
             return None
 
     def say(self, damaged: str) -> None:
-        warnings.warn(f"{damaged}, left by an earlier attempt, is damaged; it is made again", stacklevel=2)
+        """Warn that `damaged`, a file or record of an earlier attempt, is damaged."""
+        warnings.warn(f"{damaged}, left by an earlier attempt, is damaged; its job runs again", stacklevel=2)
 
     def claim(self, staged: Iterable[Staged]) -> None:
         """Make a job's tables, from this attempt or an earlier one, part of the artifact."""
@@ -108,8 +109,10 @@ class Work:
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """Return for each shard the facts files of `documents`, if it has own rows, and its sources, numbered from 1 (0: new rows); None if
-        rows cannot be kept by reference. Set `shift`, which the caller adds to the source numbers of `documents`."""
+        """Return for each shard the facts files of the sources that kept rows may refer to; None if rows cannot be kept by reference.
+
+        Sources are numbered from 1, in the order of the files; 0 stands for new rows. They are `documents`, if it has rows of its own, and
+        its sources. Set `shift`, which the caller adds to the source numbers in order files of `documents`."""
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
@@ -165,9 +168,10 @@ class Work:
         self.files.remove(self.place)
 
     def commit(self, kind: str, key: str, identity: Identity, **about: Any) -> Artifact:
-        """Finish the tables, publish all files with the manifest last, remove the work folder, and return the artifact. Of two writers of
-        one key the first wins; the second gets the first one's artifact. A main table with texts adds the metric `characters`. Raise
-        PunaError if the artifact cannot be written."""
+        """Finish the tables, publish all files with the manifest last, remove the work folder, and return the artifact.
+
+        If another process has committed the key first, return that process's artifact. If the main table has a column `text`, add the
+        metric `characters`. Raise PunaError if the artifact cannot be written."""
         tables_made = self.finish_tables(kind)
         content = {name: file for table in tables_made.values() for name, (file, _) in table.content.items()}
         records = {name: record for table in tables_made.values() for name, (_, record) in table.content.items()}

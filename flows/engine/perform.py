@@ -61,5 +61,5 @@ class Performer(Walk):
         """Report a message on the terminal, in the run's log and on the Prefect server."""
         now = current()
         now.console.say(text)
-        now.store.record(now.run, runs.remark(text))
+        now.store.record(now.run, runs.event("said", text=text))
         now.reporter.log(text)

@@ -124,7 +124,7 @@ class Session:
         """Copy the lines that other ranks wrote to standard error to the run's log and to the server."""
         for line in ranks.lines_of_ranks():
             self.reporter.log(line, logging.WARNING)
-            self.store.record(self.run, runs.line(line))
+            self.store.record(self.run, runs.event("line", text=line))
 
     def refresh(self) -> None:
         """Update the store's `puna.duckdb`; a failure does not fail the finished run."""
@@ -175,10 +175,10 @@ def session(
             listening.enter_context(tee_stderr(lambda line: reporter.log(line, logging.WARNING)))
         try:
             about = {**(parameters or {}), "title": title or flow, "project": store.project} | ({"flow_run": flow_run} if flow_run else {})
-            store.record(run, runs.start_event(flow, **about, commit=commit(), versions=dict(versions())))
+            store.record(run, runs.event("started", flow=flow, **about, commit=commit(), versions=dict(versions())))
             yield opened
             opened._hear()
-            store.record(run, runs.finish_event())
+            store.record(run, runs.event("finished"))
             ending = ("COMPLETED", None)
             if report:
                 page = _report(opened)
@@ -187,11 +187,11 @@ def session(
             ending = ("FAILED", str(error) or type(error).__name__)
             # On a full disk, this line cannot be written either; the run then counts as crashed.
             with contextlib.suppress(OSError, PunaError):
-                store.record(run, runs.failure_event(str(error) or type(error).__name__))
+                store.record(run, runs.event("failed", error=str(error) or type(error).__name__))
             raise
         except BaseException:  # Ctrl-C, or the signal by which a server's worker ends a run
             with contextlib.suppress(OSError, PunaError):
-                store.record(run, runs.stop_event())
+                store.record(run, runs.event("stopped"))
             if engine is not None:
                 engine.stop()  # training runs in workers save their state first
             _tell_saved(opened, flow_run is not None)

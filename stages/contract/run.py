@@ -149,7 +149,7 @@ class StageRun:
 
     def produce_shards(self, function: Callable[..., Any], exchange: Exchange, cut: int, *args: Any) -> list[Any]:
         """Write the tables of `function(rows, *args)` for each of `cut` shards of an exchange by id. Return the JSON values of all calls.
-        The function returns a dictionary of tables, or a tuple of it and a JSON value. To save memory, a call gets one partition's rows."""
+        The function returns a dictionary of tables, or that with a JSON value. To save memory, a call gets one partition's rows."""
         call = self._next("shards")
         self._work.cut = cut
         jobs = []
@@ -205,7 +205,7 @@ class StageRun:
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
         """Write the rows that `make` returns to the main table, in this process; return their `columns`. Rows written before a crash are
-        read back without calling `make`. A given `name` must stand for the same rows in every attempt."""
+        read back without calling `make`. A `name` must stand for the same rows in every attempt."""
         job = f"{self.kind}-once-{name}"
         ranks.agree(self._work.earlier(job) is None)  # True: the rows are missing, so the other ranks call `make`, too
         self.rows_once(name, make)

@@ -188,16 +188,11 @@ def _by_model(parsed: list[Parsed], config: ExtractConfig) -> list[_Found | Exce
             if doubts[number]:
                 text = _readable(text.decode("utf-8", "replace"), config)
             if config.strip_markdown:
-                text = without_marks(text.decode()).encode()
+                text = BOLD.sub(r"\1", TITLE.sub("", text.decode())).encode()
             result.append(_Found(parsed[number].title, text))
         except Unreadable as why:
             result.append(why)
     return result
-
-
-def without_marks(text: str) -> str:
-    """Return the text without the marks of `**bold**`, and of `# titles` between blank lines."""
-    return BOLD.sub(r"\1", TITLE.sub("", text))
 
 
 def _check_bound(rule: str, detail: str, value: float, most: float) -> None:

@@ -232,10 +232,8 @@ class Bench:
     def _likelihoods(self, requests: Sequence[Request], task: Task) -> list[Likelihood]:
         with errors_at(task.where, PunaError):
             tracker = functools.partial(self.run.progress, note=task.name)
-
-            def score(own: list[Request]) -> list[Likelihood]:
-                return likelihoods(self.model, own, self.longest, self.config.micro_batch_tokens, tracker)
-
+            size = self.config.micro_batch_tokens
+            score = functools.partial(likelihoods, self.model, longest=self.longest, micro_batch_tokens=size, progress=tracker)
             dealt = ranks.dealt(requests, score, self.config.serving.layout, lambda request: tuple(request.context))
             return [Likelihood(*one) for one in dealt]
 

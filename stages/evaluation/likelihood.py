@@ -106,7 +106,8 @@ def likelihoods(
 
 
 def batches(requests: Sequence[Request], longest: int, limit: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield batches of (request index, input ids), sorted by ids; common prefixes count once towards `limit`. Errors: see `likelihoods`."""
+    """Yield batches of (request index, input ids), sorted by ids, of at most about `limit` tokens; a common prefix counts once. Raise
+    PunaError for an empty or overlong continuation."""
     inputs = []
     for number, (context, continuation) in enumerate(requests):
         if not 0 < len(continuation) <= longest:

@@ -302,6 +302,6 @@ def _report(verdicts: Sequence[Verdict], config: AnnealExperimentConfig, run: St
         run.metric(f"verdict_{verdict.name}", f"refused: {verdict.refusal}" if verdict.refusal else "accepted")
     run.metric("accepted_sets", sum(not verdict.refusal for verdict in verdicts))
     run.write_rows(rows)
-    title, y = "What the data sets are worth in annealing", "loss taken off, nats per token"
+    title, y = "What the data sets are worth in annealing", "decrease of the loss, nats per token"
     if bars:
         run.figure("gain", Figure(title, x="held-out text", y=y, kind="bar", series=bars))

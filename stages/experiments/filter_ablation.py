@@ -102,7 +102,7 @@ def _report(
     run.write_rows(rows)
     run.metric("rules_measured", len(bars))
     note = f"Where {config.share:.0%} of the rows are documents that the rule drops; below 0 the rule costs."
-    title, y = "What the rules of the selection earn", "bits per byte of held-out kept documents"
+    title, y = "How the rules of the selection change the loss", "bits per byte of held-out kept documents"
     bars.sort(key=lambda bar: -bar[1].value)
     sides = {"interval beyond 0": False, "interval holds 0": True}
     series = {side: [(name, own.value) for name, own in bars if (own.low <= 0 <= own.high) == holds] for side, holds in sides.items()}

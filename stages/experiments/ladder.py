@@ -254,14 +254,10 @@ def _train(
     """Train on the steps first + 1 to last; return the number of FLOPs."""
     settings = TrainConfig(steps=last - first, schedule=schedule, optimizer=config.optimizer, compute=config.compute)
     size, what = config.compute.micro_batch_tokens, f"a model of width {rung.shape.hidden_size} at rate {rung.rate:.3g}"
-
-    def lengths(step: int) -> list[int]:
-        return reader.lengths(first + step)
-
-    def batches(step: int) -> Any:
-        return reader.batches(first + step, size)
-
-    return train_proxy(model, what, batches, lengths, settings, seed, state, moments, config.z_loss).flops
+    return train_proxy(
+        model, what, lambda step: reader.batches(first + step, size), lambda step: reader.lengths(first + step), settings, seed, state,
+        moments, config.z_loss,
+    ).flops  # fmt: skip
 
 
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:

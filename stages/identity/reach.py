@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 from puna.stages.identity import sources
 from puna.stages.identity.modules import source_file
 from puna.storage import cache
+from puna.storage.files import write_bytes
 
 FOLDER = "code"
 
@@ -80,11 +79,9 @@ def keep(roots: Sequence[tuple[str, str]], reach: Reach) -> None:
         return
     file, of, content = _file(roots), _of(roots), asdict(reach)
     _known[of] = reach
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"of": of, "reach": content, "checksum": _checksum(content)}))
-        os.replace(temporary, file)
+        write_bytes(file, json.dumps({"of": of, "reach": content, "checksum": _checksum(content)}).encode(), lasting=False)
 
 
 def _own(names: Iterable[Sequence[str]]) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
 from puna.stages.draws import uniform
@@ -32,21 +32,14 @@ class MixConfig(SeededConfig):
     )  # fmt: skip
     max_repeats: float = Field(4.0, ge=1, le=100, description="Maximum passes over a category's documents, on average")
 
-    @field_validator("down_sample")
+    @field_validator("down_sample", "weights")
     @classmethod
-    def _factors_are_shares(cls, factors: dict[str, float]) -> dict[str, float]:
-        if wrong := [name for name, factor in factors.items() if not 0 <= factor <= 1]:
-            raise ValueError(f"factor of {wrong[0]!r} must lie in 0..1")
-        return factors
-
-    @field_validator("weights")
-    @classmethod
-    def _weights_are_shares(cls, weights: dict[str, float]) -> dict[str, float]:
-        if wrong := [name for name, weight in weights.items() if not 0 <= weight <= 1]:
-            raise ValueError(f"weight of {wrong[0]!r} must lie in 0..1")
-        if weights and abs(sum(weights.values()) - 1) > TOLERANCE:
-            raise ValueError(f"the weights add up to {sum(weights.values()):.6g}, not to 1: give every category its share")
-        return weights
+    def _are_shares(cls, shares: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        if wrong := [name for name, share in shares.items() if not 0 <= share <= 1]:
+            raise ValueError(f"the share of {wrong[0]!r} must lie in 0..1")
+        if info.field_name == "weights" and shares and abs(sum(shares.values()) - 1) > TOLERANCE:
+            raise ValueError(f"the weights add up to {sum(shares.values()):.6g}, not to 1: give every category its share")
+        return shares
 
 
 class Share(NamedTuple):
@@ -150,7 +143,7 @@ def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repe
     most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
     for category, share in shares.items():
         if share.epochs >= max_repeats - TOLERANCE:
-            notes.append(f"{category} is read {max_repeats:g} times, as often as any may be (max_repeats)")
+            notes.append(f"{category} is read {max_repeats:g} times, the maximum (max_repeats)")
         elif max_share < 1 and share.weight >= most - TOLERANCE and share.bytes > most * total:
             notes.append(f"{category} is held at {most:.3g} of the training text (max_share)")
     return notes

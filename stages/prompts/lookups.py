@@ -141,7 +141,8 @@ def _replace_tokens(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function from a question to each position's commonest token in known answers (of the commonest length) to its form."""
+    """Return a function from a question to an answer: of the known answers to questions of its form that have the commonest length, the
+    commonest token at each position."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

@@ -110,7 +110,8 @@ class Phase(StageConfig):
         return {self.tokens, *(pair.tokens for pair in self.ramp if pair.tokens)}
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int, Source]], int, int]:
-        """Return (first step, rows, length, tokens) of each part between changes; the tokens read before the last part; its first step."""
+        """Return (first step, rows, length, tokens) of each part between changes, and the tokens read before the last part and its first
+        step. `row`: tokens of a row. `before`: tokens read before the phase."""
         changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
             # A part begins with the first step that starts after `after_tokens` tokens.

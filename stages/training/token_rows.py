@@ -72,8 +72,8 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
-        """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, the tokens are written to it, a share by
-        each rank of a training run, and memory-mapped, since they may exceed memory. PunaError without rows or for bad `lengths`."""
+        """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, the ranks of a training run each write a
+        share of the tokens to it and memory-map them: they may exceed memory. Raise PunaError without rows or for bad `lengths`."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)

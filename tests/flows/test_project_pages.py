@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> Store:
     store = Store.open(tmp_path)
     for project, count in (("default", 2), ("news", 3)):
         judged(store.within(project), count)
-        store.record(f"run-of-{project}", runs.start_event("curate", project=project))
+        store.record(f"run-of-{project}", runs.event("started", flow="curate", project=project))
     return store
 
 

@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Store:
             dropped = {"id": [ID], "rule": ["words"], "value": [5.0], "threshold": [float(most)], "detail": pa.array([None], pa.string())}
             work.add("dropped", pa.table(dropped), "all")
             work.commit("documents", identity.key, identity, metrics={"kept": 0})
-    store.record("first-run", runs.start_event("curate", command="puna run curate --recipe clean", recipe="clean", commit="abc"))
+    store.record("first-run", runs.event("started", flow="curate", command="puna run curate --recipe clean", recipe="clean", commit="abc"))
     store.record("first-run", runs.Made("ingest", "import", "pages", pages.key, False, 1.0).event())
     return store
 
@@ -271,7 +271,7 @@ def test_verify_names_an_alias_that_was_deleted(store: Store) -> None:
     store.set_alias("policy@round-1", artifact)
     assert "0 damaged" in run(store, "verify")
     (store.root / "refs/policy/latest.json").write_text("{}")
-    assert "policy/latest.json: does not say what it points to" in run(store, "verify", code=1)
+    assert "policy/latest.json: is damaged" in run(store, "verify", code=1)
 
 
 def test_sums_are_numbers_and_odd_columns_are_shown(store: Store) -> None:
@@ -319,8 +319,8 @@ def test_a_report_makes_no_store(tmp_path: Path) -> None:
 def test_a_run_whose_end_is_recorded_is_not_asked_whether_it_is_at_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(LocalFiles, "is_held", lambda files, name: asked.append(name) is None)
-    for name, end in (("done", runs.finish_event()), ("wrong", runs.failure_event("x")), ("stopped", runs.stop_event()), ("open", None)):
-        for event in (runs.start_event("curate"), *([end] if end else [])):
+    for name, end in (("done", runs.event("finished")), ("wrong", runs.event("failed", error="x")), ("stopped", runs.event("stopped")), ("open", None)):
+        for event in (runs.event("started", flow="curate"), *([end] if end else [])):
             store.record(name, event)
     assert [store.log(name).state for name in ("done", "wrong", "stopped", "open")] == ["finished", "failed", "stopped", "at work"]
     assert asked == ["run-open"]

@@ -39,8 +39,8 @@ def run(identity: str, state: str, name: str | None, *tags: str) -> dict[str, An
 
 def test_a_start_ends_runs_without_a_process_and_begins_those_that_were_about_to_start(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    for name, events in (("killed", []), ("done", [runs.finish_event()]), ("ended", [runs.stop_event()])):
-        for event in (runs.start_event("curate"), *events):
+    for name, events in (("killed", []), ("done", [runs.event("finished")]), ("ended", [runs.event("stopped")])):
+        for event in (runs.event("started", flow="curate"), *events):
             store.record(name, event)
     unfinished = [
         run("1", "RUNNING", "killed", "puna"), run("2", "RUNNING", "done", "puna"), run("3", "RUNNING", "ended", "puna"),

@@ -29,7 +29,7 @@ class World:
         self.store = Store.open(folder)
         self.documents, self.kept = prepare(self.store)
         self.signals = execute(rot_measuring, RotConfig(), {"documents": self.kept}, self.store)
-        self.store.record("run", runs.start_event("test"))
+        self.store.record("run", runs.event("started", flow="test"))
         for artifact in (self.documents, self.kept, self.signals):
             self.store.record("run", runs.Made(artifact.kind, "rot", artifact.kind, artifact.key, False, 1.0).event())
         self.readers = self.store.reading()

@@ -208,7 +208,7 @@ def test_flips_in_what_a_killed_run_left_are_never_committed(tmp_path: Path, mon
         else:
             del data[int(generator.integers(len(data))) :]
         file.write_bytes(bytes(data))
-        with pytest.warns(UserWarning, match="is damaged; it is made again"):
+        with pytest.warns(UserWarning, match="is damaged; its job runs again"):
             made = execute(shortening, ShorteningConfig(), given, store)
         assert (made.manifest.files, made.data_digest) == (expected.manifest.files, expected.data_digest) and not made.damage()
 

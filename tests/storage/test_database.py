@@ -31,9 +31,9 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Artifact, A
         work.commit("signals", identity.key, identity, metrics={"longest": 29})
     store.set_alias("documents@latest", second)
     store.set_alias("documents@first", first)
-    store.record("a-run", runs.start_event("curate", command="puna run curate", recipe="demo", changes=["x=1"]))
+    store.record("a-run", runs.event("started", flow="curate", command="puna run curate", recipe="demo", changes=["x=1"]))
     store.record("a-run", runs.Made("shorten", "shorten", "documents", second.key, False, 2.0).event())
-    store.record("a-run", runs.finish_event())
+    store.record("a-run", runs.event("finished"))
     database.write(store)
     return store, first, second
 
@@ -102,7 +102,7 @@ def test_the_file_is_written_when_something_changed(tmp_path: Path) -> None:
         assert reader.sql("select count(*) from signals").fetchall() == [(0,)]
     with duckdb.connect(str(file), read_only=True) as reader:
         assert reader.sql("select words from signals").fetchall() == [(5,)]
-    store.record("a-run", runs.start_event("curate"))
+    store.record("a-run", runs.event("started", flow="curate"))
     assert database.write(store)
     assert asked(store, "select run from runs") == [("a-run",)]
     file.unlink()

@@ -129,12 +129,12 @@ def test_gc_keeps_and_verify_watches_the_aliases_of_all_projects(store: Store) -
     said = f"news/corpus@latest: was set (to {first.id} at first) and is gone; the run or command that set it sets it again"
     assert store.lost_aliases() == store.within("law").lost_aliases() == [said]
     store.files.write("refs/.projects/law/corpus/latest.json", b"{}")
-    assert ["law/corpus/latest.json: does not say" in line for line in store.lost_aliases()] == [False, True]
+    assert ["law/corpus/latest.json: is damaged" in line for line in store.lost_aliases()] == [False, True]
 
 
 def test_sql_knows_projects(store: Store) -> None:
-    store.record("a", runs.start_event("curate", project="news"))
-    store.record("b", runs.start_event("curate"))
+    store.record("a", runs.event("started", flow="curate", project="news"))
+    store.record("b", runs.event("started", flow="curate"))
     rows = catalog.query(store, "select alias, project from aliases order by all").to_pylist()
     assert [(row["alias"], row["project"]) for row in rows] == [
         ("corpus@latest", "default"), ("law/corpus@latest", "law"), ("news/corpus@latest", "news"),

@@ -256,7 +256,7 @@ def test_parts_of_a_killed_attempt_are_used_by_another_machine(bucket: str, tmp_
     name = next(n for n in store.files.list(f"work/{key}") if "signals-second" in n and n.endswith(".parquet"))
     store.files.write(name, store.files.read(name)[:-1] + b"x")
     monkeypatch.setenv("PUNA_CACHE", str(tmp_path / "another machine"))
-    with store.work(key) as work, pytest.warns(UserWarning, match="is damaged; it is made again"):
+    with store.work(key) as work, pytest.warns(UserWarning, match="is damaged; its job runs again"):
         first, second = work.earlier("signals-first"), work.earlier("signals-second")
         assert first is not None and first[0].shard.rows == 1 and second is None
 

@@ -192,7 +192,7 @@ def test_what_a_run_at_work_has_is_no_garbage(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     artifact = store.import_table("signals", signals(["a"], [1]))
     with store.at_work("run"):
-        store.record("run", runs.start_event("curate"))
+        store.record("run", runs.event("started", flow="curate"))
         store.record("run", made("one", artifact))
         assert store.log("run").state == "at work"
         assert maintenance.collect(store, keep_runs=0, work_days=0, remove=True) == [] and store.artifacts() == [artifact]
@@ -207,13 +207,13 @@ def test_what_a_run_at_work_has_is_no_garbage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("events", "state", "error"), [
-    ([], "crashed", runs.CRASHED), ([runs.stop_event()], "stopped", ""), ([runs.finish_event()], "finished", ""),
-    ([runs.failure_event("field: wrong")], "failed", "field: wrong"),
+    ([], "crashed", runs.CRASHED), ([runs.event("stopped")], "stopped", ""), ([runs.event("finished")], "finished", ""),
+    ([runs.event("failed", error="field: wrong")], "failed", "field: wrong"),
 ])  # fmt: skip
 def test_a_log_tells_how_a_run_ended(tmp_path: Path, events: list[dict], state: str, error: str) -> None:
     store = Store.open(tmp_path)
     artifact = store.import_table("signals", signals(["a"], [1]))
-    for event in (runs.start_event("curate"), made("one", artifact), {"note": "of another version"}, *events):
+    for event in (runs.event("started", flow="curate"), made("one", artifact), {"note": "of another version"}, *events):
         store.record("run", event)
     log = store.log("run")
     assert (log.flow, log.state, log.error) == ("curate", state, error)
@@ -227,8 +227,8 @@ def test_garbage_is_what_no_alias_and_no_recent_run_needs(tmp_path: Path) -> Non
     store.set_alias("kept@latest", one)
     store.record("run", made("two", two))
     # A run that made nothing does not replace another one.
-    store.record("vain", runs.start_event("curate"))
-    store.record("vain", runs.failure_event("no such file"))
+    store.record("vain", runs.event("started", flow="curate"))
+    store.record("vain", runs.event("failed", error="no such file"))
     found = maintenance.collect(store, keep_runs=1, work_days=1, remove=True)
     assert [g.place for g in found] == [three.place]
     assert {a.key for a in store.artifacts()} == {one.key, two.key}
@@ -434,7 +434,7 @@ def test_a_broken_alias_is_named(tmp_path: Path, text: str) -> None:
     store.set_alias("best@latest", made)
     (tmp_path / "refs" / "best" / "latest.json").write_text(text)
     for use in (lambda: store.alias("best@latest"), store.names, lambda: maintenance.collect(store, keep_runs=0, work_days=0, remove=True)):
-        with pytest.raises(PunaError, match="latest.json: does not say what it points to"):
+        with pytest.raises(PunaError, match="latest.json: is damaged"):
             use()
     store.set_alias("best@latest", made)
     assert store.alias("best@latest") == made

@@ -58,8 +58,8 @@ class ClassifierConfig(SeededConfig):
 
 @dataclass(frozen=True)
 class Examples:
-    """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number that orders training), `line` (the words), and one column
-    per classifier with the documents' classes, or null.
+    """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number by which training documents are sorted), `line` (the
+    document's words), and for each classifier the document's class, null without a label.
 
     `documents`: number of documents outside the exempt sources. `counts`: classifier → class → number of documents per fold, int64[folds].
     """

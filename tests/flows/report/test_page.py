@@ -84,7 +84,7 @@ def test_a_run_that_made_nothing_has_the_page_of_the_run_that_did(tmp_path: Path
     store = Store.open(tmp_path)
 
     def run(name: str, key: str, *, reused: bool, flow: str = "curate") -> str:
-        for event in (runs.start_event(flow), runs.Made("prompts", "import", "prompts", key, reused, 1.0).event(), runs.finish_event()):
+        for event in (runs.event("started", flow=flow), runs.Made("prompts", "import", "prompts", key, reused, 1.0).event(), runs.event("finished")):
             store.record(name, event)
         return name
 
