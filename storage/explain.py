@@ -38,7 +38,8 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
         differences += [Change("code", n, b, a) for n, b, a in _differences(*_without_moved(before.code, now.code))]
     if not differences and before.code_version != now.code_version:
         differences.append(Change("code", "version", before.code_version, now.code_version))
-    return differences + [Change("input", n, b, a) for n, b, a in _differences(_inputs(before), _inputs(now))]
+    (digests, ids), (digests_now, ids_now) = _inputs(before), _inputs(now)
+    return differences + [Change("input", n, ids.get(n), ids_now.get(n)) for n, _, _ in _differences(digests, digests_now)]
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
@@ -93,14 +94,16 @@ def _bare(name: str) -> str:
     return name.partition(":")[2].rpartition("/")[2] if ":" in name else name.rpartition(".")[2]
 
 
-def _inputs(manifest: Manifest | Identity) -> dict[str, str]:
+def _inputs(manifest: Manifest | Identity) -> tuple[dict[str, str], dict[str, str]]:
+    """Return two maps from the name of an input: to the digest of its content, and to its id (for a file, kind and digest)."""
     places: Counter[str] = Counter()
-    inputs = {}
+    digests, ids = dict[str, str](), dict[str, str]()
     for item in manifest.inputs:
         name = f"{item.name}[{places[item.name]}]" if places[item.name] else item.name
-        inputs[name] = f"{item.kind} {item.data_digest[:12]}"
+        digests[name] = f"{item.kind} {item.data_digest}"
+        ids[name] = f"external {item.data_digest[:12]}" if item.kind == "external" else f"{item.kind}/{item.key[:12]}"
         places[item.name] += 1
-    return inputs
+    return digests, ids
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -117,7 +117,7 @@ def look(files: list[External], imported: list[Artifact], named: Sequence[str], 
     inputs = dict(reading.get("inputs") or {})
     for external in files:
         size = sum(file.bytes for file in external.files)
-        choices.said.append(f"{external.name}: {len(external.files):,} files, {size / 1e6:,.1f} MB")
+        choices.said.append(f"{external.name}: {len(external.files):,} file{'s' * (len(external.files) != 1)}, {size / 1e6:,.1f} MB")
         fields = sniff(external)
         if fields is None or reading.keys() & {"text_column", "html_column"} or external.name in inputs:
             continue

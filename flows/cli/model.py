@@ -203,6 +203,8 @@ def _ids(tokenizer: Tokenizer, prompts: list[Any], raw: bool) -> list[list[int]]
         raise PunaError("--raw continues texts; messages need the chat template")
     if raw:
         return [[*tokenizer.lead, *tokenizer.encode(one)] for one in prompts]
+    if tokenizer.template is None:
+        raise PunaError("the model has no chat template: continue plain text with --raw, or import it with --set chat_template=chatml")
     return [tokenizer.chat(_messages(one)) for one in prompts]
 
 

@@ -131,8 +131,9 @@ class Total:
             return "nothing to do"
         words = [str(Expected(self.seconds, self.bytes, self.memory, 0))] if self.seconds else []
         more = f" and {len(self.unknown) - 4} more" if len(self.unknown) > 4 else ""
-        words += [f"no earlier run to estimate {', '.join(self.unknown[:4])}{more} from"] if self.unknown else []
-        return "; ".join(words)
+        besides = "without an estimate for" if self.seconds else "no estimate for"
+        words += [f"{besides} {', '.join(self.unknown[:4])}{more} (no earlier run)"] if self.unknown else []
+        return ", ".join(words)
 
 
 def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:

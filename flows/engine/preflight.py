@@ -16,6 +16,7 @@ from puna.flows.engine.declare import Flow, Given, Item, name_of, outputs
 from puna.flows.engine.plan import Planner
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.trace import TracedStep, complaints_of, trace
+from puna.models.extraction.clean import decode
 from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, rank_jobs, reusable
 from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
@@ -165,7 +166,8 @@ def page_text(page: Page) -> str:
     """Return a rough text of a page, enough to see its topic."""
     from resiliparse.extract.html2text import extract_plain_text
 
-    body = page.body[: 50 * PEEK_CHARACTERS].decode(page.charset if page.charset == "latin-1" else "utf-8", errors="replace")
-    if page.content_type.endswith(("html", "xhtml+xml")):
+    html = page.content_type.endswith(("html", "xhtml+xml"))
+    body = decode(page.body[: 50 * PEEK_CHARACTERS], page.charset, html=html)
+    if html:
         body = extract_plain_text(body, main_content=True)
     return body[:PEEK_CHARACTERS]

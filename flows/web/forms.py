@@ -57,7 +57,8 @@ def form_page(site: Site, name: str, form: Asked, *, plan: Html | None = None, o
 
 def _missing(offer: Offer, form: Asked) -> str | None:
     """Return a note on the required inputs that a newly opened form of a stage lacks; None for other forms, or if none is missing."""
-    missing = [spec.name for spec in offer.what.inputs if spec.kind != "external" and not spec.optional and not values_given(spec, form)]
+    needed = (spec for spec in offer.what.inputs if not spec.optional and not (spec.kind == "external" and reads_sample(offer.what)))
+    missing = [spec.name for spec in needed if not values_given(spec, form)]
     if isinstance(offer.what, Stage) and missing and set(form) <= {"recipe", "project"}:
         return f"Choose {' and '.join(missing)} to see the plan."
     return None

@@ -97,6 +97,13 @@ def test_a_model_is_sampled_in_its_own_way_unless_told(folder, tmp_path):
     assert puna("generate", str(tmp_path / "own"), "to be", "--max-tokens", "6", "--temperature", "0") == told + "\n"
 
 
+def test_a_model_without_a_chat_template_continues_plain_text_only(folder, tmp_path):
+    save(MODEL, tmp_path / "base", Tokenizer(TOKENIZER.backend, TOKENIZER.named, None))
+    with pytest.raises(PunaError, match=r"no chat template: continue plain text with --raw, or import it with --set chat_template=chatml"):
+        puna("generate", str(tmp_path / "base"), "to be")
+    assert puna("generate", str(tmp_path / "base"), "to be", "--raw", "--max-tokens", "4")
+
+
 @pytest.mark.parametrize(
     ("args", "given", "message"),
     [

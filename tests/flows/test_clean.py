@@ -59,6 +59,15 @@ def test_pages_without_an_address_are_kept(tmp_path: Path, name: str) -> None:
     assert pages.rows() == len(rows) and "https://x.org/1" in pages.read()["url"].to_pylist()
 
 
+@pytest.mark.parametrize("encoding", ["shift_jis", "euc_jp", "utf-8"])
+def test_languages_are_told_whatever_the_encoding_of_a_page(tmp_path: Path, encoding: str) -> None:
+    text = "この港は千九百二年に開かれ、今では毎年多くの船が訪れる。町の人々は魚を捕り、市場で売って暮らしている。" * 3
+    html = f'<html><head><meta charset="{encoding}"><title>港</title></head><body><article><p>{text}</p></article></body></html>'
+    (tmp_path / "harbour.html").write_bytes(html.encode(encoding))
+    said = look(External.resolve(str(tmp_path / "harbour.html")), [], ()).said
+    assert said[0].startswith("harbour.html: 1 file, ") and any(line.startswith("languages of 1 sampled pages: ja 100%") for line in said)
+
+
 def test_an_address_that_rows_lack_is_not_used(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": prose(n)} | ({"link": "https://x.org"} if n else {})) + "\n" for n in range(9)))

@@ -22,7 +22,7 @@ from puna.flows.engine.trace import load_stages
 from puna.flows.prefect.forms import defaults, offers
 from puna.flows.web import serve
 from puna.flows.web.bounded import Asker, end_children
-from puna.flows.web.forms import offer_of, request_of, values_given
+from puna.flows.web.forms import _missing, offer_of, request_of, values_given
 from puna.stages import plugins
 from puna.stages.contract import REGISTRY, Stage
 from puna.storage import PunaError, Store
@@ -60,6 +60,13 @@ def test_a_form_that_may_be_empty_can_be_planned_before_and_after_the_sample_is_
     sample_folder(store.root).mkdir()
     (sample_folder(store.root) / "web.warc.gz").write_bytes(b"not read by a plan")
     assert [(step.state, step.why) for step in steps_of(request, store.uri)[1]] == [("runs", "never ran")]
+
+
+@pytest.mark.parametrize(
+    ("name", "note"), [("import_prompts", "Choose inputs to see the plan."), ("sft", "Choose model and instructions to see the plan."), ("ingest", None)]
+)
+def test_a_new_form_asks_for_what_it_needs_instead_of_an_error(name: str, note: str | None) -> None:
+    assert _missing(offer_of(name), {}) == note
 
 
 @pytest.mark.parametrize("name", ["import_prompts", "import_documents", "import_model", "block_lists"])

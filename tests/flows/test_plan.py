@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
 from puna.flows.cli.notebook import run_flow
-from puna.flows.engine.cost import costs
+from puna.flows.engine.cost import Total, costs
 from puna.flows.engine.plan import plan_flow
 from puna.flows.engine.trace import flow_named, load
 from puna.models import accounting
@@ -67,6 +67,12 @@ def test_the_plan_is_the_sum_of_its_phases():
         costs(recipe, "TPU", 1)
     with pytest.raises(PunaError, match="--gpus needs --gpu"):
         costs(recipe, None, 2)
+
+
+def test_a_total_says_which_steps_it_leaves_out() -> None:
+    steps = ("split", "tokenizer", "mix", "tokenize", "pretrain")
+    assert str(Total(27, 13_600, 714e6, steps)).endswith(" of memory, without an estimate for split, tokenizer, mix, tokenize and 1 more (no earlier run)")
+    assert str(Total(0, 0, 0, steps[:1])) == "no estimate for split (no earlier run)"
 
 
 def test_the_command_prints_json_and_text():

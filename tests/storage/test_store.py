@@ -454,6 +454,14 @@ def test_changes_are_named_field_by_field() -> None:
     assert changes(manifest(), manifest(key="other", created_at="later")) == []
 
 
+def test_a_changed_input_is_named_by_its_id() -> None:
+    """Ids can be given to `puna show`; digests of contents cannot. Equal content under another key is no change."""
+    before, same, now = (manifest(inputs=[InputRecord("pages", "pages", key * 32, digest)]) for key, digest in (("ab", "1"), ("ef", "1"), ("cd", "2")))
+    assert [str(c) for c in changes(before, now)] == ["input pages: pages/abababababab → pages/cdcdcdcdcdcd"]
+    assert changes(before, same) == []
+    assert [str(c) for c in changes(manifest(), now)] == ["input pages: new, pages/cdcdcdcdcdcd"]
+
+
 def test_what_only_moved_is_no_change_that_is_told() -> None:
     before = manifest(code={"a.f": "1", "a.g": "2", "a:words.txt": "3", "meaning": "m"})
     now = manifest(code={"b.f": "1", "b.g": "4", "b:../data/words.txt": "3", "meaning": "n"}, code_version="e")
