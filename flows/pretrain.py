@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
-from puna.flows.engine.declare import Files, Given, Output, current_walk, flow, publish, step, switch, together
+from puna.flows.engine.declare import Files, Output, current_walk, flow, publish, step, switch, together
 from puna.flows.engine.recipe import Step
 from puna.stages.contract import Kind
 from puna.stages.curate.contamination import contamination
@@ -57,7 +57,7 @@ def pretrain(
             raise PunaError(f"mix_{name}: no step reads this mixture; add {label} to the recipe")
         further.append(token_table or None)
     fresh, long, best = further
-    inputs: dict[str, Given] = {"tokens": tokens, "tokenizer": vocabulary, "fresh": fresh, "long": long, "best": best, "model": model}
+    inputs: dict[str, Any] = {"tokens": tokens, "tokenizer": vocabulary, "fresh": fresh, "long": long, "best": best, "model": model}
     inputs["size"] = _size(tokens, vocabulary)
     base = step(train, **inputs, tasks=tasks)
     questions = step(prompts)
@@ -66,7 +66,7 @@ def pretrain(
     step(contamination, "contamination_base", off=True, prompts=[questions], model=base, evaluation=evaluation)
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
     if switch("phase_controls", False, description="Also train control runs that each lack one phase, and compare the model with them"):
-        given = {"documents": documents, "mixture": mixture}
+        given: dict[str, Any] = {"documents": documents, "mixture": mixture}
         natural = step(tokenize, "tokenize_natural", field="tokenize_best", off=True, tokenizer=vocabulary, **given)
         step(phase_gains, model=base, best=own or None, **given, **_control_models(inputs, natural))
     publish("tokenizer", vocabulary)
@@ -96,14 +96,14 @@ def _size(tokens: Output, vocabulary: Output) -> Output | None:
     return size
 
 
-def _control_models(inputs: dict[str, Given], natural: Output) -> dict[str, Output]:
+def _control_models(inputs: dict[str, Any], natural: Output) -> dict[str, Any]:
     """Train the control runs of `control_phases`; return their models by name. `natural`: tokens of the natural mixture, for annealing."""
     configs = [current_walk().configs(Step(stage.name, stage.name, stage)) for stage in (tokenize, train)]
     (rows, *_), (own, *_) = (given or [None] for given in configs)
     controls: dict[str, tuple[Phase, ...]] = dict.fromkeys(("short_rows", "natural", "constant", "fresh"), ())  # in a trace of all steps
     if isinstance(rows, TokenizeConfig) and isinstance(own, PretrainConfig):
         controls = control_phases(own.phases, rows.sequence_length)
-    models: dict[str, Output] = {}
+    models: dict[str, Any] = {}
 
     def train_control(name: str) -> None:
         given = inputs | ({"best": natural} if name == "natural" else {})

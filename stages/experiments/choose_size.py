@@ -175,9 +175,10 @@ def _recipe_of(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
     if (decay := max(rows, key=lambda row: row["flops"]).get("decay_share")) is None:
         raise PunaError("choose_size: this law's points do not record the share of steps in which the learning rate decays; run law again")
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
-    many, rate = rows_and_rate(*([row[name] for row in rows] for name in ("parameters", "rows", "learning_rate")), size.parameters)
+    sizes, many, rates = ([row[name] for row in rows] for name in ("parameters", "rows", "learning_rate"))
+    count, rate = rows_and_rate(sizes, many, rates, size.parameters)
     # The schedule of the ladder's points: constant, then linear to 0.
     schedule = ScheduleSettings(learning_rate=float(f"{rate:.3g}"), warmup_steps=0.02, shape="constant", anneal_steps=decay)
-    phase = Phase(until=round(size.tokens), rows_per_step=many, schedule=schedule)
+    phase = Phase(until=round(size.tokens), rows_per_step=count, schedule=schedule)
     optimizer = OptimizerSettings.model_validate_json(rows[0]["optimizer"])
     return ChosenSize(sequence_length=size.shape.max_position_embeddings, model=shape, optimizer=optimizer, phase=phase)

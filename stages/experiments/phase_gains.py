@@ -58,8 +58,8 @@ def phase_gains(
             if (some := tokens > 0).any():
                 value = intervals.ratio(gain[some].tolist(), tokens[some].tolist())
                 run.write_rows([intervals.evaluation_row(name, metric, value, int(some.sum()))])
-        ratio = control.manifest.metrics["trained_tokens"] / model.manifest.metrics["trained_tokens"]
-        run.write_rows([intervals.evaluation_row(name, "token_ratio", ratio, 1)])
+        trained, of_model = (float(one.manifest.metrics["trained_tokens"]) for one in (control, model))
+        run.write_rows([intervals.evaluation_row(name, "token_ratio", trained / of_model, 1)])
         run.progress(number, len(controls), name)
 
 
