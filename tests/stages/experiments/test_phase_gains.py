@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import cast
 
@@ -20,6 +21,8 @@ from puna.stages.training.bits_per_byte import document_nats
 from puna.stages.training.phase import SHAPE, Acceptance, Growth, Phase, control_phases
 from puna.stages.training.train import load_model
 from puna.storage import PunaError
+from tests.benchmarks import pretraining as benchmark
+from tests.benchmarks import pretraining_phases as benchmark_phases
 
 SMALL = SHAPE.replace(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 FLAT = {"learning_rate": 2e-2, "warmup_steps": 0, "shape": "constant"}
@@ -150,3 +153,23 @@ def test_the_report_says_which_phases_earn_nothing() -> None:
     cells = [line.rsplit("<td>", 1)[1].split("<")[0] for line in view.split("</tr>") if "<td" in line]
     assert cells == ["earned", "the same run", "earned nothing", "cost"]
     assert not training.gains_view(cast(Run, SimpleNamespace(steps=[])))
+
+
+def test_the_benchmark_measures_by_default_only_what_takes_minutes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    measured: list[tuple[str, int]] = []
+    monkeypatch.setattr(benchmark, "figures", lambda part, given: measured.append((part, given.seeds)) or {})
+
+    def parts(*options: str) -> list[tuple[str, int]]:
+        measured.clear()
+        monkeypatch.setattr("sys.argv", ["pretraining.py", "--json", *options])
+        benchmark.main()
+        return list(measured)
+
+    assert parts() == [("phases", 1), ("laws", 1), ("regmix", 1)]
+    assert parts("--whole") == [(name, 5) for name in benchmark.parts()] and {"forecast", "smollm2"} < set(benchmark.parts())
+    assert parts("--part", "forecast") == [("forecast", 5)] and parts("--seeds", "2")[0] == ("phases", 2)
+    phases: list[list[str]] = []
+    monkeypatch.setattr(benchmark_phases, "measure", lambda names, *others: phases.append(names) or {})
+    for whole in (False, True):
+        benchmark_phases.figures(Namespace(whole=whole, first=0, seeds=1))
+    assert [set(benchmark_phases.PARTS) - set(names) for names in phases] == [{"needle"}, set()]
