@@ -103,6 +103,8 @@ def _control_models(inputs: dict[str, Any], natural: Output) -> dict[str, Any]:
     controls: dict[str, tuple[Phase, ...]] = dict.fromkeys(("short_rows", "natural", "constant", "fresh"), ())  # in a trace of all steps
     if isinstance(rows, TokenizeConfig) and isinstance(own, PretrainConfig):
         controls = control_phases(own.phases, rows.sequence_length)
+        if not controls:
+            raise PunaError("phase_controls: pretrain.phases has no phase to compare; give several phases, or leave phase_controls out")
     models: dict[str, Any] = {}
 
     def train_control(name: str) -> None:

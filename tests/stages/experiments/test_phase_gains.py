@@ -115,14 +115,22 @@ def test_each_control_lacks_one_phase() -> None:
     phases = (first, longer, last)
     controls = control_phases(phases, 64)
     assert set(controls) == {"short_rows", "natural", "constant", "fresh"}
-    assert {phase.length for phase in controls["short_rows"]} == {controls["short_rows"][1].ramp[0].length} == {64}
+    # The first phase has rows of the first context already.
+    assert [phase.length for phase in controls["short_rows"]] == [None, 64, 64] and controls["short_rows"][1].ramp[0].length == 64
     assert controls["short_rows"][1].rope_theta is None and controls["short_rows"][1].accept is None
     assert controls["constant"] == (first, longer, last.replace(schedule=FLAT))
     assert [phase.optimizer for phase in controls["fresh"]] == ["keep", "fresh", "fresh"]
     assert controls["natural"] == phases
     # Every control reads as many tokens, in as many steps.
     assert all([phase.steps for phase in own] == [9, 4, 5] and own[1].full_rows == 3 for own in controls.values())
-    assert control_phases((first,), 64) == {}
+    assert control_phases((first,), 64) == control_phases((last.replace(tokens="initial"),), 64) == {}
+
+
+def test_controls_leave_the_first_phase_of_a_chosen_size_as_it_is() -> None:
+    """The input size sets the first phase; a changed one would be refused."""
+    phases = (Phase(), Phase(name="longer", tokens="long", steps=4), Phase(name="anneal", tokens="best", steps=5, schedule=FLAT | {"anneal_steps": 5}))
+    for own in control_phases(phases, 64).values():
+        assert own[0] == Phase() and PretrainConfig(phases=own).in_vain("size") == []
 
 
 def test_the_recipe_trains_each_control_in_the_same_flow() -> None:
@@ -139,6 +147,8 @@ def test_the_recipe_trains_each_control_in_the_same_flow() -> None:
     assert {gains[name][0] for name in ("short_rows", "natural", "constant", "fresh")} == names
     assert gains["best"] == ("mix_best",) and gains["model"] == ("pretrain",)
     assert not {"phase_gains", *names} & set(inputs("phase_controls=false"))
+    with pytest.raises(PunaError, match="phase_controls: pretrain.phases has no phase to compare"):
+        inputs("pretrain.phases=[{steps: 9}]", "tokenize_long=null", "tokenize_best=null", "mix_best=null", "anneal_experiment=null")
 
 
 def test_the_report_says_which_phases_earn_nothing() -> None:
