@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
-from puna.flows.engine.declare import Files, Output, current_walk, flow, publish, step, switch
+from puna.flows.engine.declare import Files, Output, current_walk, flow, publish, step, switch, together
 from puna.flows.engine.recipe import Step
 from puna.stages.contract import Kind
 from puna.stages.curate.contamination import contamination
@@ -14,12 +15,15 @@ from puna.stages.experiments.anneal_experiment import anneal_experiment
 from puna.stages.experiments.choose_size import choose_size
 from puna.stages.experiments.ladder import ladder
 from puna.stages.experiments.law import law
+from puna.stages.experiments.phase_gains import phase_gains
 from puna.stages.pretrain.mix import mix
+from puna.stages.pretrain.pretrain import PretrainConfig
 from puna.stages.pretrain.pretrain import pretrain as train
 from puna.stages.pretrain.split import SplitConfig, split
-from puna.stages.pretrain.tokenize import tokenize
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import tokenizer
 from puna.stages.prompts.prompts import prompts
+from puna.stages.training.phase import Phase, control_phases
 from puna.storage import PunaError
 
 
@@ -35,7 +39,8 @@ def pretrain(
     Training starts from scratch or continues from any `model`, with that model's tokenizer. A training phase may have its own tokens and
     mixture, from the steps `tokenize_NAME` and `mix_NAME`; NAME is fresh, long or best. If the recipe names `anneal_experiment`, `mix_best`
     uses the mixture that this experiment accepts. A `ladder` of small runs on the first tokens forecasts the loss of a larger budget; with
-    `train_chosen_size`, the model has the size that `choose_size` derives from this forecast.
+    `train_chosen_size`, the model has the size that `choose_size` derives from this forecast. With `phase_controls`, `phase_gains` compares
+    the model with runs on as many tokens that each lack one phase.
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
@@ -52,13 +57,18 @@ def pretrain(
             raise PunaError(f"mix_{name}: no step reads this mixture; add {label} to the recipe")
         further.append(token_table or None)
     fresh, long, best = further
-    size = _size(tokens, vocabulary)
-    base = step(train, tokens=tokens, tokenizer=vocabulary, fresh=fresh, long=long, best=best, model=model, size=size, tasks=tasks)
+    inputs: dict[str, Any] = {"tokens": tokens, "tokenizer": vocabulary, "fresh": fresh, "long": long, "best": best, "model": model}
+    inputs["size"] = _size(tokens, vocabulary)
+    base = step(train, **inputs, tasks=tasks)
     questions = step(prompts)
     evaluation = step(evaluate, "evaluate_base", model=base, documents=documents, mixture=mixture, prompts=questions)
     step(evaluate, "evaluate_input", off=True, model=model, documents=documents, mixture=mixture, prompts=questions)
     step(contamination, "contamination_base", off=True, prompts=[questions], model=base, evaluation=evaluation)
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
+    if switch("phase_controls", False, description="Also train control runs that each lack one phase, and compare the model with them"):
+        given: dict[str, Any] = {"documents": documents, "mixture": mixture}
+        natural = step(tokenize, "tokenize_natural", field="tokenize_best", off=True, tokenizer=vocabulary, **given)
+        step(phase_gains, model=base, best=own or None, **given, **_control_models(inputs, natural))
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)
     return publish("base", base)
@@ -84,3 +94,22 @@ def _size(tokens: Output, vocabulary: Output) -> Output | None:
     if not size:
         raise PunaError("train_chosen_size needs the steps ladder and choose_size: name both in the recipe")
     return size
+
+
+def _control_models(inputs: dict[str, Any], natural: Output) -> dict[str, Any]:
+    """Train the control runs of `control_phases`; return their models by name. `natural`: tokens of the natural mixture, for annealing."""
+    configs = [current_walk().configs(Step(stage.name, stage.name, stage)) for stage in (tokenize, train)]
+    (rows, *_), (own, *_) = (given or [None] for given in configs)
+    controls: dict[str, tuple[Phase, ...]] = dict.fromkeys(("short_rows", "natural", "constant", "fresh"), ())  # in a trace of all steps
+    if isinstance(rows, TokenizeConfig) and isinstance(own, PretrainConfig):
+        controls = control_phases(own.phases, rows.sequence_length)
+        if not controls:
+            raise PunaError("phase_controls: pretrain.phases has no phase to compare; give several phases, or leave phase_controls out")
+    models: dict[str, Any] = {}
+
+    def train_control(name: str) -> None:
+        given = inputs | ({"best": natural} if name == "natural" else {})
+        models[name] = step(train, f"control_{name}", field="pretrain", adapt=lambda one: one.replace(phases=controls[name]), **given)
+
+    together(*(partial(train_control, name) for name in controls))
+    return models

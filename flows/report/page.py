@@ -158,12 +158,13 @@ def _curation(run: Run, levels: list[Level], per_token: float | None) -> Html:
 
 
 def _pretraining(run: Run) -> Html:
-    base = [s for s in run.kind("model") if s.stage == "pretrain"]
+    base = [s for s in run.kind("model") if s.stage == "pretrain" and not s.name.startswith("control_")]
     models = {s.artifact.key for s in base}
     judged = [s for s in alignment.evaluations(run) if any(a.key in models for a in run.inputs(s))]
     figures = training.figures_view(judged, "What the base model can do")
     heat = training.heat_view([*base, *judged])
-    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"), heat, figures)
+    return section("pretraining", "Pretraining", "The base model's training.", training.training_view(base, "Base model"),
+        training.gains_view(run), heat, figures)  # fmt: skip
 
 
 def _alignment(run: Run) -> Html:

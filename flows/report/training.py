@@ -8,14 +8,25 @@ from dataclasses import replace
 from puna.flows.html.markup import Content, Html, details, duration, join, number, part, short, table, tag
 from puna.flows.html.plot import Plot, grid
 from puna.flows.html.scale import Point
+from puna.flows.report.arms import Claim
 from puna.flows.report.run import Run, Step
+from puna.stages.training.intervals import Interval
 from puna.storage.catalog import query
 
-EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment", "filter_ablation")
+EXPERIMENTS = ("mix_experiment", "ladder", "law", "choose_size", "anneal_experiment", "filter_ablation", "phase_gains")
 CORPUS_KINDS = ("pages", "documents", "signals", "mixture", "tokenizer", "tokens")
 HEAT = "needle"
 SMOOTHED_FROM = 40
 PLAIN = ("step", "tokens", "seconds")
+GAINS = {
+    ("short_rows", "gain_beyond"): "longer context against short rows, on tokens after the first context",
+    ("short_rows", "gain_start"): "longer context against short rows, on tokens in the first context",
+    ("natural", "gain_best"): "annealing data against the natural mixture, on pages weighted as the annealing data",
+    ("natural", "gain"): "annealing data against the natural mixture, on all pages",
+    ("constant", "gain"): "annealing against a constant learning rate",
+    ("fresh", "gain"): "kept optimizer state against new state in each phase",
+}
+"""(control, metric) of `phase_gains` → what is compared."""
 
 
 def of_curation(step: Step) -> bool:
@@ -70,6 +81,20 @@ def forecasts_view(run: Run) -> Html:
         rows.append([one["forecast"][:12], f"{one['flops']:.2g}", short(one["tokens"]), interval, outcome, (one["model"] or "")[:12]])
     head: list[Content] = ["forecast", "operations", "tokens", "predicted loss (95 %)", "measured", "model"]
     return part("Forecasts and outcomes", table(head, rows, numeric=(1, 2)) if rows else None)
+
+
+def gains_view(run: Run) -> Html:
+    """Return a table of the gain of each phase over its control, with a verdict; empty without `phase_gains`."""
+    steps = [step for step in run.steps if step.stage == "phase_gains"]
+    found = {(row["task"], row["metric"]): row for step in steps for row in step.artifact.read().to_pylist()}
+    rows: list[list[Content]] = []
+    for row, compared in ((found[name], compared) for name, compared in GAINS.items() if name in found):
+        ratio, gain = found[row["task"], "token_ratio"]["value"], Interval(row["value"], row["low"], row["high"])
+        verdict = "the same run" if gain == (0, 0, 0) else Claim(compared, row["task"], row["metric"], gain, ratio).verdict
+        rows.append([compared, f"{gain.value:.4f} ({gain.low:.4f} to {gain.high:.4f})", number(row["n"]), f"{ratio:.2f}", verdict])
+    head: list[Content] = ["phase", "nats per token (95 %)", "pages", "control's tokens / the model's", "verdict"]
+    note = "Loss of a control run minus the model's, on the same held-out pages. The interval does not include variation between seeds."
+    return part("What each phase earns", table(head, rows, numeric=(2, 3)) if rows else None, note=note)
 
 
 def facts(step: Step) -> Content:

@@ -19,7 +19,7 @@ from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.intervals import Interval, evaluation_row
 from puna.stages.training.phase import Phase
 from puna.stages.training.proxy_runs import resize
-from puna.stages.training.scaling_laws import fit_power
+from puna.stages.training.scaling_laws import rows_and_rate
 from puna.storage import PunaError, errors_at
 
 WIDEST, MULTIPLE = 32_768, 8  # maximum width to try, and the number that all widths are multiples of
@@ -175,10 +175,10 @@ def _recipe_of(size: Size, rows: Sequence[dict[str, Any]]) -> ChosenSize:
     if (decay := max(rows, key=lambda row: row["flops"]).get("decay_share")) is None:
         raise PunaError("choose_size: this law's points do not record the share of steps in which the learning rate decays; run law again")
     shape = ModelShape(**{name: getattr(size.shape, name) for name in ModelShape.model_fields})
-    parameters = [row["parameters"] for row in rows]
-    many, rate = (fit_power(parameters, [row[name] for row in rows])(size.parameters) for name in ("rows", "learning_rate"))
+    sizes, many, rates = ([row[name] for row in rows] for name in ("parameters", "rows", "learning_rate"))
+    count, rate = rows_and_rate(sizes, many, rates, size.parameters)
     # The schedule of the ladder's points: constant, then linear to 0.
     schedule = ScheduleSettings(learning_rate=float(f"{rate:.3g}"), warmup_steps=0.02, shape="constant", anneal_steps=decay)
-    phase = Phase(until=round(size.tokens), rows_per_step=max(1, round(many)), schedule=schedule)
+    phase = Phase(until=round(size.tokens), rows_per_step=count, schedule=schedule)
     optimizer = OptimizerSettings.model_validate_json(rows[0]["optimizer"])
     return ChosenSize(sequence_length=size.shape.max_position_embeddings, model=shape, optimizer=optimizer, phase=phase)

@@ -19,7 +19,7 @@ from puna.stages.contract import Figure, SeededConfig, StageRun, Tokenizer, Toke
 from puna.stages.training.intervals import evaluation_row
 from puna.stages.training.phase import OPTIMIZER, SHAPE
 from puna.stages.training.proxy_runs import cached_object, fresh, moments_in, resize, run_trials, set_aside, train_proxy
-from puna.stages.training.scaling_laws import fit_power
+from puna.stages.training.scaling_laws import rows_and_rate
 from puna.stages.training.token_rows import Packed, Reader, mean_loss
 from puna.stages.training.train import SMALL, device
 from puna.stages.training.vocabulary import check_tokens, tokenizer_of
@@ -126,8 +126,7 @@ class Tuned(NamedTuple):
 
     def at(self, parameters: int) -> tuple[int, float]:
         """Return rows per step and learning rate for a model of `parameters` parameters, by the power law through the two model sizes."""
-        rows, rate = (fit_power(self.parameters, values)(parameters) for values in (self.rows, self.rates))
-        return max(1, round(rows)), rate
+        return rows_and_rate(self.parameters, self.rows, self.rates, parameters)
 
 
 def _tune(shapes: Sequence[ModelConfig], row: int, shared: tuple[Any, ...], config: LadderConfig, run: StageRun) -> Tuned:

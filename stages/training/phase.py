@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -168,3 +168,24 @@ class Phase(StageConfig):
         """Raise ValueError if the phase reads tokens other than `initial`, sets `until`, or joins, cuts or ramps rows."""
         if self.join_rows != 1 or self.ramp or self.length or self.until or self.tokens != "initial":
             raise ValueError(f"phase.join_rows must be 1, phase.tokens initial, and phase.ramp, length and until unset: {why}")
+
+
+def control_phases(phases: Sequence[Phase], context: int) -> dict[str, tuple[Phase, ...]]:
+    """Return name → phases of control runs on as many tokens: `short_rows`, in rows of at most `context` tokens; `constant`, not annealed;
+    `fresh`, with new optimizer state in each phase; `natural`, which only reads other tokens. Omit those that change nothing."""
+    *before, last = phases
+    rate = last.schedule.replace(shape="constant", final_ratio=0, decay_steps=0, anneal_steps=0, average=0, ema=0)
+    same = {"rope_theta": None, "rope_scaling": None, "accept": None}
+    short = [
+        phase.replace(**same, length=min(context, phase.length or context), ramp=tuple(part.replace(length=context) for part in phase.ramp))
+        if phase.sources != {"initial"} or phase.join_rows > 1 else phase.replace(**same)
+        for phase in phases
+    ]  # fmt: skip
+    longer = any("long" in phase.sources or phase.join_rows > 1 for phase in phases)
+    controls = {
+        "short_rows": tuple(short if longer else phases),
+        "constant": (*before, last.replace(schedule=rate) if before else last),
+        "fresh": (phases[0], *(phase.replace(optimizer="fresh", accept=None) for phase in phases[1:])),
+    }
+    changed = {name: own for name, own in controls.items() if own != tuple(phases)}
+    return changed | ({"natural": tuple(phases)} if last.tokens == "best" else {})

@@ -273,6 +273,13 @@ def fit_power(x: npt.ArrayLike, y: npt.ArrayLike) -> Power:
     return Power(math.exp(float(level)), float(exponent))
 
 
+def rows_and_rate(sizes: npt.ArrayLike, rows: npt.ArrayLike, rates: npt.ArrayLike, size: float) -> tuple[int, float]:
+    """Return the rule of the ladder and of the runs that it predicts: rows per step and learning rate of a model with `size` parameters,
+    by the power laws through those of models with `sizes` parameters."""
+    many, rate = (fit_power(sizes, values)(size) for values in (rows, rates))
+    return max(1, round(many)), rate
+
+
 @dataclass(frozen=True)
 class Parabola:
     """A parabola of the loss over the logarithm of the parameters at one budget: points [k], coefficients, and the minimum."""

@@ -257,8 +257,11 @@ def lines(file: Path, *fields: str) -> list[str]:
     return ["\n".join(json.loads(line)[field] for field in fields) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def anneal(folder: Path, data: Path, seeds: Iterable[int] = range(10, 15)) -> dict[str, Any]:
-    """Judge two good and two bad data sets for each of five seeds: school mathematics and programmers' questions; the first with shuffled
+JUDGED = range(10, 15)
+
+
+def anneal(folder: Path, data: Path, seeds: Iterable[int] = JUDGED) -> dict[str, Any]:
+    """Judge two good and two bad data sets for each seed: school mathematics and programmers' questions; the first with shuffled
     words, and two texts of the second, copied forty times. Seeds 0 to 4 were used to choose the bounds."""
     books, began = pages(data, 400), seconds()
     school = lines(data / "gsm8k" / "train.jsonl", "question", "answer")
@@ -324,7 +327,7 @@ def reader(folder: Path, data: Path) -> dict[str, Any]:
     return {"reader_vs_step": reading / training, "reader_tokens_per_second": reading, "step_tokens_per_second": training}
 
 
-PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "needle": needle, "kept": kept, "resume": resume, "anneal": anneal, "reader": reader,
 }  # fmt: skip
 
@@ -334,14 +337,15 @@ def seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def measure(parts: list[str], data: Path = DATA, seeds: Iterable[int] = (0,)) -> dict[str, Any]:
-    """Return all figures of these parts, with their CPU seconds. seeds: those of the needle."""
+def measure(parts: list[str], data: Path = DATA, seeds: Iterable[int] = (0,), judged: Iterable[int] = JUDGED) -> dict[str, Any]:
+    """Return all figures of these parts, with their CPU seconds. seeds: those of the needle; judged: those of the part anneal."""
     found: dict[str, Any] = {}
     for name in parts:
         before, began = seconds(), time.time()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found |= needle(Path(folder), data, seeds) if name == "needle" else PARTS[name](Path(folder), data)
+                own = {"needle": (seeds,), "anneal": (judged,)}.get(name, ())
+                found |= PARTS[name](Path(folder), data, *own)
             except Missing as error:
                 found[f"{name}_skipped"] = str(error)
         found |= {f"{name}_cpu_seconds": round(seconds() - before, 1), f"{name}_wall_seconds": round(time.time() - began, 1)}
@@ -349,8 +353,9 @@ def measure(parts: list[str], data: Path = DATA, seeds: Iterable[int] = (0,)) ->
 
 
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return all parts' figures, for `pretraining.py`."""
-    return measure(list(PARTS), DATA, range(arguments.first, arguments.first + 1))
+    """Return the figures of all parts, for `pretraining.py`; of the needle, which takes longest, only with `--whole`."""
+    parts = [name for name in PARTS if arguments.whole or name != "needle"]
+    return measure(parts, DATA, range(arguments.first, arguments.first + 1), JUDGED[: arguments.seeds])
 
 
 def main() -> None:

@@ -131,6 +131,14 @@ def test_published_growth_of_tokens() -> None:
     assert (fit.factor, fit.exponent) == pytest.approx((0.299, 0.537))
 
 
+def test_one_rule_scales_rows_and_rate_with_the_size() -> None:
+    """Between two tuned sizes and beyond them: a hundred times the parameters have four times the rows and half the rate."""
+    tuned = ([1e4, 1e6], [2, 8], [0.02, 0.01])
+    assert scaling_laws.rows_and_rate(*tuned, 1e5) == (4, pytest.approx(0.02 / 2**0.5))
+    assert scaling_laws.rows_and_rate(*tuned, 1e8) == (32, pytest.approx(0.005))
+    assert scaling_laws.rows_and_rate(*tuned, 1.0) == (1, pytest.approx(0.08))  # never less than a row
+
+
 def test_accuracy_is_a_sigmoid_of_likelihood() -> None:
     nll = np.linspace(0.5, 3.0, 8)
     truth = scaling_laws.Sigmoid(0.25, 2.0, -3.0)
