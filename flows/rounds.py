@@ -44,7 +44,8 @@ DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 class State:
     """The state between rounds: the policy, its evaluation, and `other`, a second model that also answers prompts (falsy: none).
 
-    `instructions`: demonstrations, used in every round. `preferences`: those of all rounds so far. `start`: the model that the reward model
+    `instructions`: demonstrations, used in every round. `preferences`: those of all rounds so far. `judged`: the given ones, from which DPO
+    and `chosen` also learn in every round. `start`: the model that the reward model
     and SFT start from; None: the policy. `made`: the outputs of the round's steps, by stage.
     """
 
@@ -54,20 +55,19 @@ class State:
     preferences: tuple[Output, ...] = ()
     evaluation: Output | None = None
     start: Output | None = None
+    judged: tuple[Output, ...] = ()
     made: Mapping[str, Output] = field(default_factory=dict)
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError if preferences are given but no step learns from them. DPO and `chosen` use only a round's own pairs, if any."""
+    """Raise PunaError if preferences are given but no step learns from them."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
-    walk = current_walk()
-    own = bool(walk.configs(Step("preferences", "preferences", preferences)))
-    stages = [(reward_model, False)] if own else [(reward_model, False), (dpo, False), (chosen, True)]
-    if not any(walk.configs(Step(stage.name, stage.name, stage, off=off)) for stage, off in stages):
+    stages = [(reward_model, False), (dpo, False), (chosen, True)]
+    if not any(current_walk().configs(Step(stage.name, stage.name, stage, off=off)) for stage, off in stages):
         raise PunaError(
-            "preferences were given as judged, but the recipe trains no reward model, so no step would learn from them: "
-            "--set reward_model.head_only=true --set grpo.reward=product, or leave them out"
+            "preferences were given as judged, but the recipe has no step dpo and trains no reward model, so no step would learn from them: "
+            "--set dpo={}, or --set reward_model.head_only=true --set grpo.reward=product, or leave them out"
         )
 
 
@@ -102,7 +102,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
     pairs = (*before.preferences, newest)
     # If no verifier judges the round's answers, it has no pairs of its own and learns from earlier pairs.
-    last_pairs = [newest] if newest else list(before.preferences)
+    last_pairs = [newest, *before.judged] if newest else list(before.preferences)
     reward = publish("reward", step(reward_model, number=number, model=start, preferences=pairs))
     better = step(chosen, number=number, off=True, preferences=last_pairs)
     best = step(rejection_sample, number=number, answers=answers, reward_model=reward, prompts=tasks)
@@ -123,7 +123,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
         "policy": trained,
     }  # fmt: skip
     other = tuned if before.other else before.other
-    return State(policy, other, before.instructions, pairs, evaluation, before.start, outputs)
+    return State(policy, other, before.instructions, pairs, evaluation, before.start, before.judged, outputs)
 
 
 def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:

@@ -114,6 +114,15 @@ def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
     assert config_of(warm_half, "grpo_half_1").schedule.warmup_steps == 20
 
 
+@pytest.mark.parametrize("flow", ["align", "round"])
+def test_given_preferences_are_learned_from_beside_the_pairs_of_a_round(flow: str) -> None:
+    recipe = load("smollm2-135m", ["dpo={}", "chosen={}"], flow=flow)
+    for label in ("dpo_1", "chosen_1"):
+        assert inputs_of(recipe, label, flow)["preferences"] == ("preferences_1", "input judged")
+    alone = load("smollm2-135m", ["dpo={}", "preferences=null"], flow=flow)
+    assert inputs_of(alone, "dpo_1", flow)["preferences"] == ("input judged",)
+
+
 def test_control_arms_learn_from_what_their_round_learns_from() -> None:
     recipe = load("demo", ["rounds=1", "ablations=true", "dpo_instead={}", "sft_equal=null", "sft_again=null"])
     order = labels(recipe)
