@@ -223,10 +223,10 @@ def _equal(
     start, reward, own = made["dpo"], made["reward_model"], current_walk().configs(AGAIN) and _of_rl()
     lessons = partial(_finetune_on_own, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
 
-    def rl_arm(name: str, policy: Output, share: float = 1) -> None:
+    def rl_arm(name: str, policy: Output, parts: int = 1) -> None:
         trained = step(
             grpo, f"grpo_{name}_{number}", field="grpo_equal", number=number, off=True, policy=policy, reward_model=reward, prompts=tasks,
-            adapt=partial(_part, "rollouts", share),
+            adapt=partial(_part, "rollouts", 1, parts),
         )  # fmt: skip
         if trained:
             arm(name, trained)
@@ -246,11 +246,11 @@ def _equal(
     def iterated_arm() -> None:
         model = start
         for part in range(1, ITERATIONS + 1):
-            model = lessons(f"iterated_{part}", model=model, ranked=bool(reward), share=1 / ITERATIONS)
+            model = lessons(f"iterated_{part}", model=model, ranked=bool(reward), part=part, parts=ITERATIONS)
         arm("iterated", model)
 
     def half() -> None:
-        rl_arm("half", lessons("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
+        rl_arm("half", lessons("half", model=start, ranked=bool(reward), parts=2), 2)
 
     more = switch("more_controls", True, description="Also run the control arms `checked`, `iterated`, `half` and `best_of_n`")
     return [sft_arm, partial(rl_arm, "rl", start), *([iterated_arm] if more else []), *([half] if more and not own else [])]
@@ -258,16 +258,18 @@ def _equal(
 
 def _finetune_on_own(
     name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, ranked: bool = False,
-    field: str = "again", share: float = 1, samples: str = "",
+    field: str = "again", part: int = 1, parts: int = 1, samples: str = "",
 ) -> Output:  # fmt: skip
-    """Finetune a model on gold answers and on its own right answers to the round's prompts, with `share` of the recipe's answers and steps.
+    """Finetune a model on gold answers and on its own right answers to the round's prompts.
+
+    It has part number `part` (1-based) of `parts` nearly equal parts of the recipe's answers and steps.
 
     It learns from all distinct right answers or, if `ranked`, from the `most` answers per prompt with the highest reward (`most` is set in
     the recipe's `pick_FIELD`). `samples`: replaces `name` in the label of a shared sampling step. `field`: FIELD in the recipe.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
-        adapt=partial(_part, "answers", share),
+        adapt=partial(_part, "answers", part, parts),
     )  # fmt: skip
     ways = {"pick": "reward_model", "correct": True} if ranked else {"pick": "verifier", "most": 1000}
     picked = step(
@@ -275,19 +277,26 @@ def _finetune_on_own(
         default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
     )  # fmt: skip
     return step(
-        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", adapt=partial(_part, "steps", share),
+        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", adapt=partial(_part, "steps", part, parts),
         model=model, instructions=[*gold, picked],
     )  # fmt: skip
 
 
-def _part(name: str, share: float, config: Any) -> Any:
-    """Scale a configuration's `name` (answers, rollouts or steps) by `share`, rounded up. Without steps, scale its epochs."""
+def _part(name: str, part: int, parts: int, config: Any) -> Any:
+    """Reduce a configuration's `name` (answers, rollouts or steps) to part number `part` (1-based) of `parts`; without steps, its epochs.
+
+    The parts' sizes differ by at most 1, larger ones first, and sum to the whole; where the whole is smaller than `parts`, each part is 1."""
+    share = 1 / parts
+
+    def size(whole: int) -> int:
+        return max(1, math.ceil(whole * part / parts) - math.ceil(whole * (part - 1) / parts))
+
     if name == "steps":
         training = config.training
-        shorter = {"steps": math.ceil(training.steps * share)} if training.steps else {"epochs": training.epochs * share}
+        shorter = {"steps": size(training.steps)} if training.steps else {"epochs": training.epochs * share}
         return config.model_copy(update={"training": training.replace(schedule=training.schedule.of_part(share), **shorter)})
     schedule = {"schedule": config.schedule.of_part(share)} if isinstance(config, RolloutsConfig) else {}
-    return config.model_copy(update={name: math.ceil(getattr(config, name) * share), **schedule})
+    return config.model_copy(update={name: size(getattr(config, name)), **schedule})
 
 
 def _of_rl() -> list[RolloutsConfig]:

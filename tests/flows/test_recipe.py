@@ -107,6 +107,10 @@ def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
     assert inputs_of(reinforced, "grpo_half_1")["policy"] == ("sft_half_1",) and config_of(reinforced, "grpo_half_1").rollouts == 15
     assert config_of(reinforced, "sample_half_1").answers == 7 and "grpo_rl_1" in labels(reinforced)
     assert not [name for name in labels(load("demo", ["rounds=1", "sft_equal=null"])) if "equal" in name or "control" in name]
+    # The iterations split a budget that three does not divide, and have no more than the whole.
+    uneven = load("demo", ["rounds=1", "more_controls=true", "sft_equal.training.steps=61", "sample_equal.answers=13"])
+    assert [config_of(uneven, f"sample_iterated_{part}_1").answers for part in (1, 2, 3)] == [5, 4, 4]
+    assert [config_of(uneven, f"sft_iterated_{part}_1").training.steps for part in (1, 2, 3)] == [21, 20, 20]
     # A part of a run has the corresponding part of its warm-up.
     warm = load("demo", ["rounds=1", "more_controls=true", "sft_equal.training.schedule.warmup_steps=30", "grpo_equal.schedule.warmup_steps=40"])
     assert config_of(warm, "sft_iterated_1_1").training.schedule.warmup_steps == 10
