@@ -45,8 +45,7 @@ class State:
     """The state between rounds: the policy, its evaluation, and `other`, a second model that also answers prompts (falsy: none).
 
     `instructions`: demonstrations, used in every round. `preferences`: those of all rounds so far. `judged`: the given ones, from which DPO
-    and `chosen` also learn in every round. `start`: the model that the reward model
-    and SFT start from; None: the policy. `made`: the outputs of the round's steps, by stage.
+    and `chosen` learn too. `start`: the model that the reward model and SFT start from; None: the policy. `made`: outputs by stage.
     """
 
     policy: Output
@@ -66,7 +65,7 @@ def learned_from(judged: Sequence[Output]) -> None:
     stages = [(reward_model, False), (dpo, False), (chosen, True)]
     if not any(current_walk().configs(Step(stage.name, stage.name, stage, off=off)) for stage, off in stages):
         raise PunaError(
-            "preferences were given as judged, but the recipe has no step dpo and trains no reward model, so no step would learn from them: "
+            "preferences were given as judged, but the recipe has no dpo and trains no reward model, so no step would learn from them: "
             "--set dpo={}, or --set reward_model.head_only=true --set grpo.reward=product, or leave them out"
         )
 
@@ -262,10 +261,9 @@ def _finetune_on_own(
 ) -> Output:  # fmt: skip
     """Finetune a model on gold answers and on its own right answers to the round's prompts.
 
-    It has part number `part` (1-based) of `parts` nearly equal parts of the recipe's answers and steps.
-
     It learns from all distinct right answers or, if `ranked`, from the `most` answers per prompt with the highest reward (`most` is set in
-    the recipe's `pick_FIELD`). `samples`: replaces `name` in the label of a shared sampling step. `field`: FIELD in the recipe.
+    the recipe's `pick_FIELD`). `part`, `parts`: the share of the recipe's answers and steps, see `_part`. `samples`: replaces `name` in the
+    label of a shared sampling step. `field`: FIELD in the recipe.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
@@ -277,15 +275,15 @@ def _finetune_on_own(
         default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
     )  # fmt: skip
     return step(
-        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", adapt=partial(_part, "steps", part, parts),
-        model=model, instructions=[*gold, picked],
+        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", model=model,
+        adapt=partial(_part, "steps", part, parts), instructions=[*gold, picked],
     )  # fmt: skip
 
 
 def _part(name: str, part: int, parts: int, config: Any) -> Any:
-    """Reduce a configuration's `name` (answers, rollouts or steps) to part number `part` (1-based) of `parts`; without steps, its epochs.
+    """Reduce a configuration's `name` (answers, rollouts or steps; epochs without steps) to part number `part` (1-based) of `parts`.
 
-    The parts' sizes differ by at most 1, larger ones first, and sum to the whole; where the whole is smaller than `parts`, each part is 1."""
+    Sizes of parts are at least 1, differ by at most 1, larger ones first, and sum to the whole (unless it is smaller than `parts`)."""
     share = 1 / parts
 
     def size(whole: int) -> int:

@@ -66,8 +66,8 @@ def train_ppo(
     """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), drawn_answers, drawn_tokens, drawn_unscored (of all sampled prompts), unequal_prompts (share of them whose answers differ in
-    reward), kl (from the reference, in nats per answer; without a KL penalty only in about `WATCHED` rollouts, the first and the last
+    score (raw mean), drawn_answers, drawn_tokens, drawn_unscored (of all sampled prompts), unequal_prompts (share of them whose rewards
+    differ), kl (from the reference, in nats per answer; without a KL penalty only in about `WATCHED` rollouts, the first and the last
     included), gold (mean score of the verifiers, if a reward model gives the reward), clip_fraction, approximate_kl, entropy, value_loss,
     value_error, explained_variance, answer_tokens, finished, version (rollouts trained before sampling), staleness (rollouts trained
     since). If another engine answers: mismatch, its KL divergence from the policy in nats per token, and the tokens' mean importance.

@@ -174,14 +174,16 @@ def _answer(
         right += sum(map(is_correct, map(score_ending, gold, whole)))
         scored += len(answers) - answers["gold"].null_count
         finished += sum(whole)
-    spent["unscored"] = _verifiable(asked) * config.answers - scored
+    spent["unscored"] = sum(row["verifier"] is not None for row, _ in asked) * config.answers - scored
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
     return spent
 
 
-def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> Counter[str]:
+def _ask(
+    endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun
+) -> Counter[str]:
     """Write an endpoint's answers. Return counts of scored and unscored ones. Raise PunaError if it fails or refuses every prompt."""
     from puna.models.generation import Completion
 
@@ -205,11 +207,8 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
     if scored := [value for value in gold if value is not None]:
         run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
     run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))
-    return Counter(checker_calls=len(scored), unscored=_verifiable(answered) * config.answers - len(scored))
-
-
-def _verifiable(asked: Sequence[tuple[dict[str, Any], object]]) -> int:
-    return sum(row["verifier"] is not None for row, _ in asked)
+    checked = sum(row["verifier"] is not None for row, _ in answered) * config.answers
+    return Counter(checker_calls=len(scored), unscored=checked - len(scored))
 
 
 def replies_of(

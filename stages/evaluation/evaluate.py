@@ -114,10 +114,10 @@ def evaluate(
 
     Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may refer to. A prompt is solved
     by an answer with score 1 that was not truncated (`cut_off_right`: number of right but truncated answers). If a verifier fails on an
-    answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects, or that leave
-    no room in the model's context (unless `serving.window` is set), are in `dropped`; see `bad_rows`. `variety` shows whether answers follow one template: it is the mean share of an answer's three-word runs that no other
-    answer has, ignoring the words of its question. `answer_tokens` includes answers that a search (`answers.search`) did not choose. The
-    table `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to the annotators' taste, else 0).
+    answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects, or that fill
+    the model's context (without `serving.window`), are in `dropped`; see `bad_rows`. `variety` shows whether answers follow one template:
+    the mean share of an answer's three-word runs that no other answer has, without the words of its question. `answer_tokens` includes
+    answers that a search did not choose. `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to taste, else 0).
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts; give at least one of them")

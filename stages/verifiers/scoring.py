@@ -95,8 +95,7 @@ class Scorer:
 
     def report(self, unscored: int | None = None) -> None:
         """Write the endpoint's exchanges, if any, and as metrics how many answers could not be scored, with the first reason (if any).
-
-        `unscored`: that number for the whole run; None: the number of this process, which does not know those before a restart."""
+        `unscored`: that number, where scores are kept over a restart; None: that of this process."""
         count, first = self.failures
         self._run.metric("unscored_answers", count if unscored is None else unscored)
         if self._tools.endpoint is not None:

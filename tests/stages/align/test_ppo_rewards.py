@@ -26,6 +26,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.trainer import Trainer
 from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, grpo, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.contract import Facts, InputFacts, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids
 from puna.stages.training.rewards import rewards_of
@@ -401,3 +402,21 @@ def test_answers_that_could_not_be_scored_before_a_stop_are_counted(tmp_path: Pa
         with pytest.raises(KeyboardInterrupt):
             execute(train, config, given, store)
     assert execute(train, config, given, store).manifest.metrics["unscored_answers"] == 3 * 4 * 4 / 2
+
+
+def test_unscored_answers_of_before_a_stop_are_counted(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are answered two at a time; the run stops before the second time. No answer can be scored."""
+    store, calls = Store.open(tmp_path), iter([False, True])
+
+    def broken(items: Any, tools: Any) -> list[Score]:
+        if next(calls, False):
+            raise KeyboardInterrupt
+        return [Score(None, "broken")] * len(items)
+
+    monkeypatch.setattr(scoring, "score_items", broken)
+    monkeypatch.setattr(sys.modules[sample.function.__module__], "STRETCH", 2)
+    given = {"models": [tiny_model(store)], "prompts": asked(store)}
+    with pytest.raises(KeyboardInterrupt):
+        execute(sample, SampleConfig(answers=2, max_tokens=2), given, store)
+    made = execute(sample, SampleConfig(answers=2, max_tokens=2), given, store)
+    assert made.manifest.metrics["unscored_answers"] == made.rows() == 2 * asked(store).rows() > 4
