@@ -78,7 +78,7 @@ def program(answer: str) -> str:
     for blocks in (closed, opened):  # a truncated block, which may be no program, counts only without a closed one
         if sources := [text for language, text in blocks if language.lower() in PYTHON]:
             return "\n".join(sources)
-    return (closed or opened or [("", answer)])[-1][1]
+    return str((closed or opened or [("", answer)])[-1][1])
 
 
 @register
