@@ -34,7 +34,7 @@ def align(
     policy = distil_policy(policy, teacher, tasks, gold, compared=compared)
     other = step(sft, "sft_lora", default=SftConfig(method="lora"), model=policy, instructions=gold)
     evaluation = step(evaluate, "evaluate_sft", field="evaluate", model=policy, prompts=tasks)
-    state = State(policy, other, tuple(gold), tuple(judged or []), evaluation)
+    state = State(policy, other, tuple(gold), tuple(judged or []), evaluation, judged=tuple(judged or []))
     development = development_prompts() if rounds else None
     arms: list[Callable[[], object]] = []
     for number in range(1, rounds + 1):

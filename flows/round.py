@@ -83,7 +83,7 @@ def _round(
     evaluation = step(evaluate, f"evaluate_policy_{number}", field="evaluate", model=policy, prompts=heldout)
     # The last policy was trained on earlier policies' answers and writes better ones; only a pretrained model can still learn from them.
     data = _all(history.instructions if anew else history.demonstrations, demonstrations)
-    before = State(policy, Output("model", (), (), "other"), data, preferences, start=start if anew else None)
+    before = State(policy, Output("model", (), (), "other"), data, preferences, start=start if anew else None, judged=tuple(judged))
     after = one_round(number, before, fresh, heldout, development=development)
     benchmarks = [
         step(benchmark, f"benchmark_{name}_{number}", field="benchmark", model=one, tasks=tasks) if tasks else None

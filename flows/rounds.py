@@ -43,8 +43,9 @@ DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 @dataclass(frozen=True)
 class State:
     """The state between rounds: the policy, its evaluation, and `other`, a second model that also answers prompts (falsy: none).
-    `instructions`: demonstrations, used in every round. `preferences`: of all rounds so far. `start`: the initial model of the reward model
-    and of SFT; None: the policy. `made`: the outputs of the last round's steps, by stage."""
+    `instructions`: demonstrations, used in every round. `preferences`: of all rounds so far. `judged`: given ones, from which DPO and `chosen`
+    learn, too. `start`: the initial model of the reward model and of SFT; None: the policy. `made`: the outputs of the last round's steps,
+    by stage."""
 
     policy: Output
     other: Output
@@ -52,20 +53,19 @@ class State:
     preferences: tuple[Output, ...] = ()
     evaluation: Output | None = None
     start: Output | None = None
+    judged: tuple[Output, ...] = ()
     made: Mapping[str, Output] = field(default_factory=dict)
 
 
 def learned_from(judged: Sequence[Output]) -> None:
-    """Raise PunaError if preferences are given and no step learns from them: `reward_model` or, without `preferences`, `dpo`, `chosen`."""
+    """Raise PunaError if preferences are given and no step learns from them: `reward_model`, `dpo` or `chosen`."""
     if not any(isinstance(item, Artifact) for output in judged for item in output.items):
         return
-    walk = current_walk()
-    own = bool(walk.configs(Step("preferences", "preferences", preferences)))
-    stages = [(reward_model, False)] if own else [(reward_model, False), (dpo, False), (chosen, True)]
-    if not any(walk.configs(Step(stage.name, stage.name, stage, off=off)) for stage, off in stages):
+    stages = [(reward_model, False), (dpo, False), (chosen, True)]
+    if not any(current_walk().configs(Step(stage.name, stage.name, stage, off=off)) for stage, off in stages):
         raise PunaError(
-            "preferences were given as judged, but the recipe trains no reward model, so no step would learn from them: "
-            "--set reward_model.head_only=true --set grpo.reward=product, or leave them out"
+            "preferences were given as judged, but the recipe has no dpo and trains no reward model, so no step would learn from them: "
+            "--set dpo={}, or --set reward_model.head_only=true --set grpo.reward=product, or leave them out"
         )
 
 
@@ -98,7 +98,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
     newest = step(preferences, number=number, answers=answers, prompts=tasks)
     pairs = (*before.preferences, newest)
     # If no verifier judges the round's answers, it has no pairs of its own and learns from earlier pairs.
-    last_pairs = [newest] if newest else list(before.preferences)
+    last_pairs = [newest, *before.judged] if newest else list(before.preferences)
     reward = publish("reward", step(reward_model, number=number, model=start, preferences=pairs))
     better = step(chosen, number=number, off=True, preferences=last_pairs)
     best = step(rejection_sample, number=number, answers=answers, reward_model=reward, prompts=tasks)
@@ -119,7 +119,7 @@ def one_round(number: int, before: State, tasks: Output, heldout: Output, *, dev
         "policy": trained,
     }  # fmt: skip
     other = tuned if before.other else before.other
-    return State(policy, other, before.instructions, pairs, evaluation, before.start, outputs)
+    return State(policy, other, before.instructions, pairs, evaluation, before.start, before.judged, outputs)
 
 
 def stop_reason(number: int, before: State, after: State, heldout: Output) -> str:
@@ -218,10 +218,10 @@ def _equal(
     start, reward, own = made["dpo"], made["reward_model"], current_walk().configs(AGAIN) and _of_rl()
     lessons = partial(_finetune_on_own, number=number, gold=gold, tasks=tasks, reward=reward, field="equal")
 
-    def rl_arm(name: str, policy: Output, share: float = 1) -> None:
+    def rl_arm(name: str, policy: Output, parts: int = 1) -> None:
         trained = step(
             grpo, f"grpo_{name}_{number}", field="grpo_equal", number=number, off=True, policy=policy, reward_model=reward, prompts=tasks,
-            adapt=partial(_part, "rollouts", share),
+            adapt=partial(_part, "rollouts", 1, parts),
         )  # fmt: skip
         if trained:
             arm(name, trained)
@@ -241,11 +241,11 @@ def _equal(
     def iterated_arm() -> None:
         model = start
         for part in range(1, ITERATIONS + 1):
-            model = lessons(f"iterated_{part}", model=model, ranked=bool(reward), share=1 / ITERATIONS)
+            model = lessons(f"iterated_{part}", model=model, ranked=bool(reward), part=part, parts=ITERATIONS)
         arm("iterated", model)
 
     def half() -> None:
-        rl_arm("half", lessons("half", model=start, ranked=bool(reward), share=1 / 2), 1 / 2)
+        rl_arm("half", lessons("half", model=start, ranked=bool(reward), parts=2), 2)
 
     more = switch("more_controls", True, description="Also run the control arms `checked`, `iterated`, `half` and `best_of_n`")
     return [sft_arm, partial(rl_arm, "rl", start), *([iterated_arm] if more else []), *([half] if more and not own else [])]
@@ -253,16 +253,17 @@ def _equal(
 
 def _finetune_on_own(
     name: str, number: int, model: Output, gold: Sequence[Output], tasks: Output, reward: Output, *, ranked: bool = False,
-    field: str = "again", share: float = 1, samples: str = "",
+    field: str = "again", part: int = 1, parts: int = 1, samples: str = "",
 ) -> Output:  # fmt: skip
-    """Finetune a model on gold answers and on its own right answers to the round's prompts, with `share` of the recipe's answers and steps.
+    """Finetune a model on gold answers and on its own right answers to the round's prompts.
 
     It learns from all distinct right answers or, if `ranked`, from those with the highest reward: `most` per prompt, as the recipe's
-    `pick_FIELD` says. `field`: FIELD in the names of the recipe's steps. `samples`: the name of a sampling step that arms share.
+    `pick_FIELD` says. `part`, `parts`: the share of the recipe's answers and steps, see `_part`. `field`: FIELD in the names of the recipe's
+    steps. `samples`: the name of a sampling step that arms share.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
-        adapt=partial(_part, "answers", share),
+        adapt=partial(_part, "answers", part, parts),
     )  # fmt: skip
     ways = {"pick": "reward_model", "correct": True} if ranked else {"pick": "verifier", "most": 1000}
     picked = step(
@@ -270,19 +271,26 @@ def _finetune_on_own(
         default=RejectionSampleConfig(), adapt=lambda config: config.model_copy(update=ways), reward_model=reward if ranked else None,
     )  # fmt: skip
     return step(
-        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", adapt=partial(_part, "steps", share),
-        model=model, instructions=[*gold, picked],
+        sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", model=model,
+        adapt=partial(_part, "steps", part, parts), instructions=[*gold, picked],
     )  # fmt: skip
 
 
-def _part(name: str, share: float, config: Any) -> Any:
-    """Scale a configuration's `name` (answers, rollouts or steps) by `share`, rounded up. Without steps, scale its epochs."""
+def _part(name: str, part: int, parts: int, config: Any) -> Any:
+    """Reduce a configuration's `name` (answers, rollouts or steps; epochs without steps) to part number `part` (1-based) of `parts`.
+
+    Sizes of parts are at least 1, differ by at most 1, larger ones first, and sum to the whole (unless it is smaller than `parts`)."""
+    share = 1 / parts
+
+    def size(whole: int) -> int:
+        return max(1, math.ceil(whole * part / parts) - math.ceil(whole * (part - 1) / parts))
+
     if name == "steps":
         training = config.training
-        shorter = {"steps": math.ceil(training.steps * share)} if training.steps else {"epochs": training.epochs * share}
+        shorter = {"steps": size(training.steps)} if training.steps else {"epochs": training.epochs * share}
         return config.model_copy(update={"training": training.replace(schedule=training.schedule.of_part(share), **shorter)})
     schedule = {"schedule": config.schedule.of_part(share)} if isinstance(config, RolloutsConfig) else {}
-    return config.model_copy(update={name: math.ceil(getattr(config, name) * share), **schedule})
+    return config.model_copy(update={name: size(getattr(config, name)), **schedule})
 
 
 def _of_rl() -> list[RolloutsConfig]:

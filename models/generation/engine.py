@@ -194,10 +194,13 @@ class Engine:
         return request
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-        """Return the request for a prompt. Raise ValueError if the prompt or a stop cannot be used, or a token is not in the vocabulary."""
+        """Return the request for a prompt. Raise ValueError for an unusable prompt or stop, an unknown token, or beyond the context."""
         request, V = request_of(self.tokenizer, prompt, params, index), self.model.config.vocab_size
         if not (min(request.prompt) >= 0 and max(request.prompt) < V):
             raise ValueError(f"prompt {index} names a token that the model does not have: token ids lie in 0 to {V - 1}")
+        if not self.room(len(request.prompt) - 1, 1):
+            context = f"the model's context {self.model.config.max_position_embeddings}"
+            raise ValueError(f"prompt {index} has {len(request.prompt)} tokens, but {context}: shorten it, or set a window")
         return request
 
     def take_failures(self) -> list[tuple[Request, RowError]]:

@@ -66,8 +66,8 @@ def train_ppo(
     """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
-    score (raw mean), drawn_answers and drawn_tokens (of all sampled prompts), unequal_prompts (share of them whose answers differ in
-    reward), kl (from the reference, in nats per answer; without a KL penalty only in about `WATCHED` rollouts, the first and the last
+    score (raw mean), drawn_answers, drawn_tokens, drawn_unscored (of all sampled prompts), unequal_prompts (share of them whose rewards
+    differ), kl (from the reference, in nats per answer; without a KL penalty only in about `WATCHED` rollouts, the first and the last
     included), gold (mean score of the verifiers, if a reward model gives the reward), clip_fraction, approximate_kl, entropy, value_loss,
     value_error, explained_variance, answer_tokens, finished, version (rollouts trained before sampling), staleness (rollouts trained
     since). If another engine answers: mismatch, its KL divergence from the policy in nats per token, and the tokens' mean importance.
@@ -321,7 +321,7 @@ def _summary(sampled: Sampled, groups: Sequence[Group], critic: bool, several: b
         "score": sampled.score, **({} if sampled.kl is None else {"kl": sampled.kl}),
         **({"gold": sum(sampled.parts["verifier"]) / len(sampled.scores)} if {"verifier", "reward_model"} <= sampled.parts.keys() else {}),
         **({"explained_variance": 1.0 - unexplained / spread if spread else 0.0} if critic else {}),
-        "drawn_answers": float(sampled.drawn[0]), "drawn_tokens": float(sampled.drawn[1]),
+        **{f"drawn_{name}": float(count) for name, count in zip(("answers", "tokens", "unscored"), sampled.drawn, strict=True)},
         "unequal_prompts": sampled.unequal, "answer_tokens": float(sampled.mask.sum()) / len(sampled.scores),
         **({"turns": 1.0 + sum(len(one.replies) for one in sampled.flat) / len(sampled.scores)} if several else {}),
         "finished": float(sampled.finished.mean()),

@@ -37,7 +37,8 @@ from puna.models.transformer import Transformer
 Config = TypeVar("Config", bound=RolloutSettings)
 Scores = Sequence[Sequence[Any]]
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Scores | Mapping[str, Scores]]
-"""Function that returns the answers' rewards, or a mapping: the rewards as `score`, their parts by name, `steps` as (end, reward)."""
+"""Function that returns the answers' rewards, or a mapping: the rewards as `score`, their parts by name, `steps` as (end, reward), and
+`unscored`: 1 where scoring failed, else 0."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
 """Function that stores a rollout's rows, one per answer; rows None: an earlier attempt of the run has stored the rows."""
 Remember = Callable[[str, Callable[[], Any]], Any]
@@ -56,10 +57,10 @@ class Sampled:
 
     `mask`: True at the policy's own tokens; elsewhere `logprobs` (policy) and `reference` (reference model) are 0. `kl`: KL divergence from
     the reference, nats per answer; if None, `reference` repeats the policy's log-probs. `score`, `unequal`: mean score, and share of
-    prompts whose answers differ in reward, over all sampled prompts, before the choice by `resample`. `drawn`: answers of all these
-    prompts, and the policy's tokens in them. `version`: number of rollouts on which the answering weights had been trained. `parts`: parts
-    of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens' weights in the
-    loss (Puna's engine: 1). `mismatch`: mean of log q - log p over tokens, q another engine's and p the policy's probability; or None.
+    prompts whose answers differ in reward, over all sampled prompts, before the choice by `resample`. `drawn`: for all these prompts, the
+    numbers of answers, policy tokens and unscored answers. `version`: number of rollouts on which the answering weights had been trained.
+    `parts`: parts of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens'
+    weights in the loss (Puna's engine: 1). `mismatch`: mean over tokens of log q - log p (q: another engine's, p: the policy's), or None.
     """
 
     asked: list[list[int]]
@@ -71,18 +72,12 @@ class Sampled:
     kl: float | None
     score: float
     unequal: float
-    drawn: tuple[int, int]
+    drawn: tuple[int, int, int]
     version: int
     parts: dict[str, list[Any]]
 
-    @property
-    def answers(self) -> list[list[list[int]]]:
-        return [[one.tokens for one in row] for row in self.completions]
-
-    @property
-    def flat(self) -> list[Completion]:
-        return [one for row in self.completions for one in row]
-
+    answers = property(lambda self: [[one.tokens for one in row] for row in self.completions])
+    flat = property(lambda self: [one for row in self.completions for one in row])
     lengths = property(lambda self: torch.tensor([len(one.tokens) for one in self.flat]))
     finished = property(lambda self: torch.tensor([float(one.finished) for one in self.flat]))
     logprobs = property(lambda self: torch.tensor([value for one in self.flat for value in one.logprobs]))
@@ -100,12 +95,13 @@ class Sampled:
 
 
 class Drawn(NamedTuple):
-    """A prompt with its answers and their scores. `unequal`: True if rewards (less if truncated) or steps differ; `parts`: by name."""
+    """A prompt with its answers and scores; `unscored`: how many have none. `unequal`: rewards (less if truncated) or steps differ."""
 
     prompt: list[int]
     completions: Sequence[Completion]
     scores: Sequence[float]
     unequal: bool
+    unscored: int
     parts: dict[str, list[Any]]
 
 
@@ -152,7 +148,8 @@ class Rollouts(Generic[Config]):
             scores=torch.tensor([s for i in best for s in candidates[i].scores], dtype=torch.float32),
             score=sum(sum(one.scores) / len(one.scores) for one in candidates) / len(candidates),
             unequal=sum(one.unequal for one in candidates) / len(candidates),
-            drawn=(sum(len(one.completions) for one in candidates), sum(sum(c.mask) for one in candidates for c in one.completions)),
+            drawn=(sum(len(one.completions) for one in candidates), sum(sum(c.mask) for one in candidates for c in one.completions),
+                   sum(one.unscored for one in candidates)),
             parts={name: [part for i in best for part in candidates[i].parts[name]] for name in candidates[0].parts},
         )  # fmt: skip
         if self.other is None:  # Puna's engine computes the trainer's own log-probs: they are only checked
@@ -255,7 +252,8 @@ class Rollouts(Generic[Config]):
             some, scores = [Completion(*answer) for answer in answers], parts["score"]
             steps = map(str, parts.get("steps", scores))
             rewards = {(s - self.config.unfinished_penalty * (not c.finished), t) for s, c, t in zip(scores, some, steps, strict=True)}
-            yield Drawn(prompt, some, scores, len(rewards) > 1, {name: part for name, part in parts.items() if name != "score"})
+            own = {name: part for name, part in parts.items() if name not in ("score", "unscored")}
+            yield Drawn(prompt, some, scores, len(rewards) > 1, sum(parts.get("unscored", ())), own)
 
     @torch.no_grad()
     def _asked_logprobs(self, model: Transformer | Parallel, asked: Sequence[list[int]], answers: Sequence[list[list[int]]]) -> Tensor:

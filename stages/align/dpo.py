@@ -125,8 +125,7 @@ def _train_kto(
 ) -> list[dict[str, float]]:
     """Train in place by KTO (Ethayarajh et al. 2024) on examples with two tiers, good and bad answers; return the log.
 
-    The loss compares rewards with the KL divergence to the reference, which is estimated on prompts paired with answers to other prompts.
-    Raise PunaError if there are no such answers."""
+    The loss compares rewards with the KL divergence to the reference, estimated on answers to other prompts. Without such: PunaError."""
     from puna.models.training.objectives import Kto
 
     others = mismatch(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))

@@ -156,6 +156,7 @@ def _optimize(
         rewards = _center(rewards, untrained, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
     reference = frozen(model)
+    centering = scorer.failures[0] if scorer is not None else 0
     with divergence_named(run.stage), adapters(model, config, run) as scales:
         turns = in_turns(rows, prompt_ids, tokenizer, talk, Tools(config.scoring, run), run.stage)
         other = VllmEngine(run.scratch / "vllm", tokenizer, memory=config.gpu_memory).holding if config.engine == "vllm" else None
@@ -167,8 +168,8 @@ def _optimize(
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"), rate_scales=scales,
         )  # fmt: skip
     if scorer is not None:
-        scorer.failures = json.loads(groups.sampler(json.dumps(scorer.failures)))
-        scorer.report()
+        centering, scorer.failures = json.loads(groups.sampler(json.dumps([centering, scorer.failures])))
+        scorer.report(centering + int(sum(row["drawn_unscored"] for row in log)))
     write_log(log, run)
     _budget(log, config, run)
     _against_kl(log, run)

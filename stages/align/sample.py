@@ -112,9 +112,9 @@ def sample(
         bad.check_left(len(questions), f"{len(rows)} prompts")
         spent.update(_answer(model, questions, scorer, config, run, number, len(models), draft))
     for endpoint in config.endpoints:
-        spent["checker_calls"] += _ask(Endpoint(endpoint, run), rows, scorer, bad, config, run)
+        spent.update(_ask(Endpoint(endpoint, run), rows, scorer, bad, config, run))
     bad.write(run)
-    scorer.report()
+    scorer.report(spent["unscored"])
     if config.endpoints and config.scoring.endpoint is None:  # requests of all endpoints; a scorer with one has already written it
         Endpoint(config.endpoints[0], run).write()
     run.metric("checker_calls", spent["checker_calls"])
@@ -131,7 +131,7 @@ def _answer(
     artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
-    """Write a model's answers, `STRETCH` prompts at a time. Return the numbers of scored answers and of sampled tokens."""
+    """Write a model's answers, `STRETCH` prompts at a time. Return counts of scored and unscored answers, and of sampled tokens."""
     check_shared(config.serving, draft is not None, run)
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
@@ -174,14 +174,17 @@ def _answer(
         right += sum(map(is_correct, map(score_ending, gold, whole)))
         scored += len(answers) - answers["gold"].null_count
         finished += sum(whole)
+    spent["unscored"] = sum(row["verifier"] is not None for row, _ in asked) * config.answers - scored
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
     return spent
 
 
-def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun) -> int:
-    """Write an endpoint's answers and return how many were scored. Raise PunaError if the endpoint fails or refuses every prompt."""
+def _ask(
+    endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun
+) -> Counter[str]:
+    """Write an endpoint's answers. Return counts of scored and unscored ones. Raise PunaError if it fails or refuses every prompt."""
     from puna.models.generation import Completion
 
     name, slug = endpoint.config.name, _slug(endpoint.config.name)
@@ -204,7 +207,8 @@ def _ask(endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad
     if scored := [value for value in gold if value is not None]:
         run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
     run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))
-    return len(scored)
+    checked = sum(row["verifier"] is not None for row, _ in answered) * config.answers
+    return Counter(checker_calls=len(scored), unscored=checked - len(scored))
 
 
 def replies_of(

@@ -21,7 +21,7 @@ from puna.stages.evaluation.multiple_choice import heldout_pages, training_text
 from puna.stages.executors import ranks
 from puna.stages.search import SearchConfig, Values, search
 from puna.stages.training import bits_per_byte, intervals
-from puna.stages.training.bad_rows import BadRows, BadRowsConfig
+from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 from puna.stages.training.corpus import Chosen, rank
 from puna.stages.training.serving import DealtEngine, load_served
@@ -114,10 +114,10 @@ def evaluate(
 
     Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may refer to. A prompt is solved
     by an answer with score 1 that was not truncated (`cut_off_right`: number of right but truncated answers). If a verifier fails on an
-    answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects are in `dropped`; see
-    `bad_rows`. `variety` shows whether answers follow one template: it is the mean share of an answer's three-word runs that no other
-    answer has, ignoring the words of its question. `answer_tokens` includes answers that a search (`answers.search`) did not choose. The
-    table `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to the annotators' taste, else 0).
+    answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects, or that fill
+    the model's context (without `serving.window`), are in `dropped`; see `bad_rows`. `variety` shows whether answers follow one template:
+    the mean share of an answer's three-word runs that no other answer has, without the words of its question. `answer_tokens` includes
+    answers that a search did not choose. `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to taste, else 0).
     """
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts; give at least one of them")
@@ -151,7 +151,7 @@ def evaluate(
             engine = vllm_engine(model.path(), tokenizer, config.serving)
         else:
             engine = DealtEngine(engine_of(network, tokenizer, config.serving.weights, **limits), config.serving.layout)
-        _answers(prompts, judges or (), engine, tokenizer, config, run)
+        _answers(prompts, judges or (), engine, tokenizer, longest, config, run)
 
 
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
@@ -252,8 +252,9 @@ def _continuations(
 
 
 def _answers(
-    prompts: Artifact, judges: Sequence[Artifact], engine: AnswerEngine, tokenizer: Tokenizer, config: EvaluateConfig, run: StageRun
-) -> None:
+    prompts: Artifact, judges: Sequence[Artifact], engine: AnswerEngine, tokenizer: Tokenizer, context: int, config: EvaluateConfig,
+    run: StageRun,
+) -> None:  # fmt: skip
     from puna.models.generation import SamplingParams
 
     own = config.answers
@@ -261,7 +262,9 @@ def _answers(
         raise PunaError("evaluate: answers.turns is untested with a search, several processes or vLLM; set answers.turns to 1")
     questions = [with_tools(row, own.tools) for row in _heldout_prompts(prompts, own.prompts_per_task, run.seed("prompts"))]
     bad = BadRows(config, "evaluate")
-    rendered = list(bad.render(questions, partial(prompt_ids, tokenizer)))
+    within = Limit(context, "the model's max_position_embeddings", "the prompt with a token of the answer", "set serving.window")
+    size = (lambda ids: len(ids) + 1) if config.serving.window is None else (lambda ids: 0)
+    rendered = bad.examples(questions, partial(prompt_ids, tokenizer), size, within)
     bad.check_left(len(rendered), f"{len(questions)} held-out prompts")
     bad.write(run)
     rows, inputs = [row for row, _ in rendered], [ids for _, ids in rendered]

@@ -136,6 +136,7 @@ def gold_of(
         scores = iter(scorer.scores(answers))
         rows = [[(one, next(scores)) for one in some] for some in completions]
         parts: Parts = {"verifier": [[score.value or 0.0 for _, score in some] for some in rows]}
+        parts["unscored"] = [[int(score.value is None) for _, score in some] for some in rows]
         if steps:
             parts["steps"] = [[steps_of(score, one, tokenizer) for one, score in some] for some in rows]
         return parts

@@ -152,6 +152,8 @@ class DpoConfig(AdaptableConfig):
     @model_validator(mode="after")
     def _engine(self) -> DpoConfig:
         self.preference.own(self.loss_parameters)
+        if self.preference.of == "answers" and self.pairs != "best_rest":
+            raise ValueError(f"loss {self.loss} compares no pairs, so pairs={self.pairs} would do nothing: leave pairs out")
         if self.engine == "trl":
             if self.loss not in TRL_LOSSES:
                 raise ValueError(f"TRL's DPOTrainer has no loss {self.loss}, only {', '.join(TRL_LOSSES)}: set engine puna")

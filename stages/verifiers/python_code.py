@@ -28,6 +28,7 @@ class Code(Verifier):
     """Score 1 if the program passes all tests, else 0; with `partial`, the share of the tests that it passes.
 
     The program is `prefix` plus the answer's code: its fenced blocks marked as Python, else its last fenced block, else the whole answer.
+    A block whose closing fence is missing counts only if there is no closed block of its kind.
     Tests are pieces of Python that use the program's names and fail by an exception, like HumanEval's `check(candidate)` and MBPP's
     assertions. They run in another process, which the program cannot read or write; results of the program reach it as plain data. A
     program that ends before its tests or exceeds its limits passes none. Only the standard library can be imported.
@@ -73,11 +74,11 @@ def _run(code: Code, answer: str, config: ScoringConfig) -> Score:
 
 
 def program(answer: str) -> str:
-    blocks = FENCE.findall(answer)
-    sources = [text for language, text in blocks if language.lower() in PYTHON]
-    if sources:
-        return "\n".join(sources)
-    return blocks[-1][1] if blocks else answer
+    closed, opened = FENCE.findall(answer), FENCE.findall(f"{answer}\n```")
+    for blocks in (closed, opened):  # a truncated block, which may be no program, counts only without a closed one
+        if sources := [text for language, text in blocks if language.lower() in PYTHON]:
+            return "\n".join(sources)
+    return str((closed or opened or [("", answer)])[-1][1])
 
 
 @register

@@ -93,10 +93,11 @@ class Scorer:
                 self.failures = count + 1, first or f"prompt {answers[i][0]['id']}: {score.detail}"
         return results
 
-    def report(self) -> None:
-        """Write the endpoint's exchanges, if any, and as metrics how many answers could not be scored, with the first reason (if any)."""
+    def report(self, unscored: int | None = None) -> None:
+        """Write the endpoint's exchanges, if any, and as metrics how many answers could not be scored, with the first reason (if any).
+        `unscored`: that number, where scores are kept over a restart; None: that of this process."""
         count, first = self.failures
-        self._run.metric("unscored_answers", count)
+        self._run.metric("unscored_answers", count if unscored is None else unscored)
         if self._tools.endpoint is not None:
             self._tools.endpoint.write()
         if first:

@@ -16,7 +16,11 @@ the model; `dpo`, on pairs of the same answers; `trl_grpo`, TRL's GRPO until it 
 checker calls, sampled tokens, updates and trained answers as `rl` (`budget_ratio`). The learning rates of all arms are searched on a seed
 that is not reported.
 
-**Forgetting** by `rl`: relative rise of perplexity on WikiText-2, relative fall of right last words of TinyStories (one of four choices, as
+**GSM8K** (`--tasks gsm8k`): the same arms on problems of the training half, of which a fixed sample is left out and is the test. `sampled` is
+the share of right answers among those that finetuning learns from, and `sampled_prompts` the share of prompts with at least one: without a
+right answer, neither arm learns anything from a prompt.
+
+**Forgetting** by `rl` and `checked`, on each task: relative rise of perplexity on WikiText-2, relative fall of right last words of TinyStories (one of four choices, as
 in LAMBADA), and of right continuations of WikiText articles (one of four, as in ARC).
 
 **Preferences.** Heads of `reward_model`, read at the last token and averaged over the answer, on hh_rlhf: accuracy on prompts that were not
@@ -30,6 +34,7 @@ import json
 import math
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,9 +73,9 @@ from puna.storage import Artifact, Store
 DATA = smollm2.DATA
 TEST_TOKENS, OWN_TOKENS = 80, 48
 TEST_SEED = 541
-READ = ("before", "rl")
+READ = ("before", "rl", "checked")
 """Arms whose forgetting is measured."""
-TEST_PROMPTS, OWN_PROMPTS = 80, 40
+TEST_PROMPTS, OWN_PROMPTS, GSM8K_PROMPTS, GSM8K_TOKENS = 80, 40, 100, 128
 SUBJECTS = known_prompts.SUBJECTS
 TRAINED = 48
 """Number of subjects for training prompts; the other subjects are for held-out prompts."""
@@ -136,10 +141,24 @@ class Bench:
         """Return held-out prompts of the same kinds as the training prompts."""
         return self.rows(import_prompts, "own", self.drawn(OWN_PROMPTS, TEST_SEED, SUBJECTS[TRAINED:], False), heldout_fraction=1)
 
+    @cached_property
+    def problems(self) -> list[dict[str, Any]]:
+        """Return GSM8K's training problems in a fixed random order; the first `GSM8K_PROMPTS` are the test."""
+        rows = lines(self.data / "gsm8k" / "train.jsonl")
+        return Random(TEST_SEED).sample(rows, len(rows))
+
+    @cached_property
+    def gsm8k(self) -> Artifact:
+        """Return the fixed sample of GSM8K."""
+        return self.rows(import_prompts, "gsm8k", self.problems[:GSM8K_PROMPTS], heldout_fraction=1)
+
     def drawn(self, count: int, seed: int, subjects: Sequence[str], partial: bool) -> list[dict[str, Any]]:
         return known_prompts.draw(count, seed, subjects, [row["prompt"] for row in self.ifeval], partial)
 
-    def train(self, count: int, seed: int) -> Artifact:
+    def train(self, task: str, count: int, seed: int) -> Artifact:
+        if task == "gsm8k":
+            rows = Random(seed).sample(self.problems[GSM8K_PROMPTS:], count)
+            return self.rows(import_prompts, f"gsm8k-train-{seed}", rows, heldout_fraction=0)
         return self.rows(import_prompts, f"train-{seed}", self.drawn(count, seed, SUBJECTS[:TRAINED], True), heldout_fraction=0)
 
     def answered(self, model: Artifact, prompts: Artifact, tokens: int) -> dict[str, dict[str, Any]]:
@@ -151,24 +170,36 @@ class Bench:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings shared by all seeds: rollouts of RL, the learning rate of each arm, and the reward penalty for a cut-off answer."""
+    """Settings shared by all seeds: rollouts of RL, the learning rate of each arm, the reward penalty for a cut-off answer, the task."""
 
     rollouts: int
     rates: dict[str, float]
     penalty: float
+    task: str = "ifeval"
+
+    @property
+    def tokens(self) -> int:
+        """Return the longest answer in training."""
+        return {"ifeval": OWN_TOKENS, "gsm8k": GSM8K_TOKENS}[self.task]
+
+    def tests(self, bench: Bench) -> list[tuple[str, Artifact, int]]:
+        """Return the tests of the task: name, prompts, longest answer."""
+        if self.task == "gsm8k":
+            return [("gsm8k", bench.gsm8k, GSM8K_TOKENS)]
+        return [("ifeval", bench.test, TEST_TOKENS), ("own", bench.own, OWN_TOKENS)]
 
 
 class Seed:
     """The arms of one seed, each with the artifacts that it used."""
 
     def __init__(self, bench: Bench, seed: int, settings: Settings) -> None:
-        self.bench, self.seed, self.rates, rollouts = bench, seed, settings.rates, settings.rollouts
+        self.bench, self.seed, self.rates, self.settings, rollouts = bench, seed, settings.rates, settings, settings.rollouts
         self.rl_values: dict[str, Any] = {
-            **ROLLOUT, "rollouts": rollouts, "method": "lora", "lora": LORA, "compute": COMPUTE, "kl_coefficient": 0, "seed": seed,
+            **ROLLOUT, "max_tokens": settings.tokens, "rollouts": rollouts, "method": "lora", "lora": LORA, "compute": COMPUTE, "kl_coefficient": 0, "seed": seed,
             "unfinished_penalty": settings.penalty, "optimizer": {"weight_decay": 0, "beta2": 0.95},
             "schedule": {"learning_rate": self.rates["rl"], "warmup_steps": 2, "shape": "constant"},
         }  # fmt: skip
-        self.prompts = bench.train(rollouts * ROLLOUT["prompts"], seed)
+        self.prompts = bench.train(settings.task, rollouts * ROLLOUT["prompts"], seed)
 
     def rl(self) -> list[Artifact]:
         return [self.bench.make(grpo, self.rl_values, {"policy": self.bench.model, "prompts": self.prompts})]
@@ -176,7 +207,12 @@ class Seed:
     @cached_property
     def samples(self) -> Artifact:
         """Return as many answers of the model as reinforcement learning checks."""
-        values = {"answers": ROLLOUT["answers"] + 1, "max_tokens": OWN_TOKENS, "temperature": ROLLOUT["temperature"], "seed": self.seed}
+        values = {
+            "answers": ROLLOUT["answers"] + 1,
+            "max_tokens": self.settings.tokens,
+            "temperature": ROLLOUT["temperature"],
+            "seed": self.seed,
+        }
         return self.bench.make(sample, values, {"models": [self.bench.model], "prompts": self.prompts})
 
     def training(self, arm: str, batch: int) -> dict[str, Any]:
@@ -224,7 +260,7 @@ class Seed:
     def trl_grpo(self, seconds: float) -> tuple[Artifact, dict[str, float]]:
         """Train with TRL's GRPO at the same settings until it has used `seconds` CPU seconds; return the model and its budget."""
         settings = parse(GrpoConfig, self.rl_values, "grpo")
-        name = f"trl-{self.seed}-{self.rates['rl']:g}-{settings.rollouts}-{settings.unfinished_penalty:g}"
+        name = f"trl-{self.settings.task}-{self.seed}-{self.rates['rl']:g}-{settings.rollouts}-{settings.unfinished_penalty:g}"
         folder = self.bench.folder / name
         if not (folder / "used.json").is_file():
             used = known_trl.train_grpo(self.bench.model.path(), self.prompts.read().to_pylist(), settings, seconds, self.seed, folder)
@@ -254,7 +290,7 @@ def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], 
     found: dict[str, Any] = {"seed": seed, "arms": {}, "scores": {}, "answers": {}}
     for name, model in models.items():
         row: dict[str, Any] = {"budget": budgets.get(name)}
-        for task, prompts, tokens in (("ifeval", bench.test, TEST_TOKENS), ("own", bench.own, OWN_TOKENS)):
+        for task, prompts, tokens in settings.tests(bench):
             answers = bench.answered(model, prompts, tokens)
             scores = {key: float(one["gold"] == 1) for key, one in answers.items()}
             found["scores"][f"{name} {task}"] = scores
@@ -267,7 +303,18 @@ def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], 
         if texts is not None and name in READ:
             row["texts"] = texts.measured(model)
         found["arms"][name] = row
+        print(json.dumps({"seed": seed, "task": settings.task, "arm": name, **row}), file=sys.stderr, flush=True)
+    if "sampled" in names:
+        found["sampled"] = right_samples(own.samples)
     return found
+
+
+def right_samples(samples: Artifact) -> dict[str, list[float]]:
+    """Return the share of right answers, and of prompts with at least one, each with its interval; that of answers takes them as independent."""
+    rows = samples.read(columns=["prompt_id", "gold"]).to_pylist()
+    right = [row["prompt_id"] for row in rows if row["gold"] == 1]
+    prompts = len({row["prompt_id"] for row in rows})
+    return {"sampled": list(wilson(len(right), len(rows))), "sampled_prompts": list(wilson(len(set(right)), prompts))}
 
 
 def ratio(control: dict[str, float], arm: dict[str, float]) -> float:
@@ -300,21 +347,24 @@ def figures(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of all seeds."""
     controls = ("checked", "dpo")
     found: dict[str, Any] = {"seeds_reported": [one["seed"] for one in seeds]}
-    for task in ("ifeval", "ifeval_ended", "own", "own_ended"):
+    tasks = [name.removeprefix("before ") for name in seeds[0]["scores"] if name.startswith("before ")]
+    for task in tasks:
         against = gain(seeds, "rl", controls, task)
         found |= flat(f"{task}_gain", gain(seeds, "rl", ["before"], task)) | flat(f"{task}_over_equal_budget", against)
         found |= {f"{task}_control": against and against["over"]} | flat(f"{task}_over_trl_grpo", gain(seeds, "rl", ["trl_grpo"], task))
         found |= {f"{task}_{arm}": statistics.fmean(one["arms"][arm][task][0] for one in seeds) for arm in seeds[0]["arms"]}
     ratios = [ratio(one["arms"][name]["budget"], one["arms"]["rl"]["budget"]) for one in seeds for name in controls if name in one["arms"]]
     found["budget_ratio_min"] = min(ratios, default=None)
-    for task, key in (("ifeval", "vs_trl_grpo_equal_cpu"), ("own", "vs_trl_grpo_equal_cpu_own")):
+    for task in [name for name in tasks if not name.endswith("_ended")]:
         ours, theirs = gain(seeds, "rl", ["before"], task), gain(seeds, "trl_grpo", ["before"], task)
+        key = "vs_trl_grpo_equal_cpu" if task == "ifeval" else f"vs_trl_grpo_equal_cpu_{task}"
         found[key] = ours["value"] / theirs["value"] if ours and theirs and theirs["value"] > 0 else None
     lost = {
         name: {text: statistics.fmean(known_texts.worse(one["arms"][name]["texts"], one["arms"]["before"]["texts"])[text] for one in seeds)
                for text in ("wikitext_perplexity", "continuations", "last_words")}
         for name in seeds[0]["arms"] if name != "before" and all("texts" in one["arms"].get(name, {}) for one in seeds)
     }  # fmt: skip
+    found |= {name: value for one in seeds[:1] for name, value in one.get("sampled", {}).items()}
     return found | {"forgetting": lost, "forgetting_max": max(lost["rl"].values()) if "rl" in lost else None}
 
 
@@ -328,7 +378,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--rollouts", type=int, default=6)
     parser.add_argument("--penalty", type=float, default=0.0, help="taken off the reward of a cut-off answer; 0: answers of RL grow longer")
-    parser.add_argument("--arms", nargs="+", default=["rl", "checked", "dpo", "trl_grpo"])
+    parser.add_argument("--arms", nargs="*", default=["rl", "checked", "dpo", "trl_grpo"], help="also `sampled`: shares of right samples")
+    parser.add_argument("--tasks", nargs="+", choices=("ifeval", "gsm8k"), default=["ifeval"])
+    parser.add_argument("--no-texts", action="store_true", help="do not measure forgetting")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="search: rates of every arm; their own prompts are answered")
     parser.add_argument("--answers", type=Path, help="file for the answers of all arms, to be read")
     parser.add_argument("--json", action="store_true")
@@ -342,11 +394,19 @@ def main() -> None:
         return
     result: dict[str, Any] = {}
     if given.part in ("all", "arms"):
-        texts = known_texts.Texts(bench)
-        seeds = [measured(bench, seed, Settings(given.rollouts, RATES, given.penalty), given.arms, texts) for seed in given.seeds]
-        result |= figures(seeds) | {"seeds": [{"seed": one["seed"], "arms": one["arms"]} for one in seeds]}
+        texts = None if given.no_texts else known_texts.Texts(bench)
+        answers, lost = [], list[float]()
+        for task in given.tasks:
+            settings = Settings(given.rollouts, RATES, given.penalty, task)
+            seeds = [measured(bench, seed, settings, given.arms, texts) for seed in given.seeds]
+            some = figures(seeds)
+            lost += [] if some["forgetting_max"] is None else [some["forgetting_max"]]
+            own = {f"{task}_{name}": some.pop(name) for name in ("forgetting", "budget_ratio_min")}
+            result |= some | own | {f"{task}_seeds": [{"seed": one["seed"], "arms": one["arms"]} for one in seeds]}
+            answers += [one["answers"] for one in seeds]
+        result["forgetting_max"] = max(lost, default=None)
         if given.answers:
-            given.answers.write_text(json.dumps([one["answers"] for one in seeds], indent=1), encoding="utf-8")
+            given.answers.write_text(json.dumps(answers, indent=1), encoding="utf-8")
     if given.part in ("all", "reward"):
         result |= preferences_figures(bench, given.seeds)
     result["load"] = os.getloadavg()[0]

@@ -78,7 +78,7 @@ def test_a_model_without_a_chat_template_is_told_before_the_first_step(tmp_path:
 
 @pytest.mark.parametrize(
     ("changes", "refused"),
-    [((), True), (("reward_model.head_only=true",), False), (("dpo={}",), True), (("dpo={}", "preferences=null"), False), (("rounds=0",), False)],
+    [((), True), (("reward_model.head_only=true",), False), (("dpo={}",), False), (("dpo={}", "preferences=null"), False), (("rounds=0",), False)],
 )
 def test_preferences_that_nothing_would_learn_from_are_refused(tmp_path: Path, changes: tuple[str, ...], refused: bool) -> None:
     store = Store.open(tmp_path / "store")

@@ -107,11 +107,24 @@ def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
     assert inputs_of(reinforced, "grpo_half_1")["policy"] == ("sft_half_1",) and config_of(reinforced, "grpo_half_1").rollouts == 15
     assert config_of(reinforced, "sample_half_1").answers == 7 and "grpo_rl_1" in labels(reinforced)
     assert not [name for name in labels(load("demo", ["rounds=1", "sft_equal=null"])) if "equal" in name or "control" in name]
+    # The iterations split a budget that three does not divide, and have no more than the whole.
+    uneven = load("demo", ["rounds=1", "more_controls=true", "sft_equal.training.steps=61", "sample_equal.answers=13"])
+    assert [config_of(uneven, f"sample_iterated_{part}_1").answers for part in (1, 2, 3)] == [5, 4, 4]
+    assert [config_of(uneven, f"sft_iterated_{part}_1").training.steps for part in (1, 2, 3)] == [21, 20, 20]
     # A part of a run has the corresponding part of its warm-up.
     warm = load("demo", ["rounds=1", "more_controls=true", "sft_equal.training.schedule.warmup_steps=30", "grpo_equal.schedule.warmup_steps=40"])
     assert config_of(warm, "sft_iterated_1_1").training.schedule.warmup_steps == 10
     warm_half = load("demo", ["rounds=1", "sft_again=null", "more_controls=true", "grpo_equal.schedule.warmup_steps=40"])
     assert config_of(warm_half, "grpo_half_1").schedule.warmup_steps == 20
+
+
+@pytest.mark.parametrize("flow", ["align", "round"])
+def test_given_preferences_are_learned_from_beside_the_pairs_of_a_round(flow: str) -> None:
+    recipe = load("smollm2-135m", ["dpo={}", "chosen={}"], flow=flow)
+    for label in ("dpo_1", "chosen_1"):
+        assert inputs_of(recipe, label, flow)["preferences"] == ("preferences_1", "input judged")
+    alone = load("smollm2-135m", ["dpo={}", "preferences=null"], flow=flow)
+    assert inputs_of(alone, "dpo_1", flow)["preferences"] == ("input judged",)
 
 
 def test_control_arms_learn_from_what_their_round_learns_from() -> None:

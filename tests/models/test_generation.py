@@ -538,6 +538,9 @@ def test_no_prompts_no_answers(model):
 def test_bad_requests_are_refused(model):
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         Engine(model).generate([[1], []], SamplingParams(stop=NEVER))
+    most = CONFIG.max_position_embeddings
+    with pytest.raises(ValueError, match=f"prompt 1 has {most + 1} tokens, but the model's context {most}: shorten it, or set a window"):
+        Engine(model).generate([[1] * most, [1] * (most + 1)], SamplingParams(max_tokens=1, stop=NEVER))
     with pytest.raises(ValueError, match="needs a language-model head"):
         Engine(Transformer(CONFIG, "scalar"))
     with pytest.raises(ValueError, match="over the model's 83 tokens"):

@@ -17,6 +17,8 @@ from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.sft import SftConfig, sft
 from puna.stages.contract import execute
 from puna.stages.conversations import answering, asking, dump
+from puna.stages.evaluation.evaluate import EvaluateConfig, evaluate
+from puna.stages.verifiers.registry import to_text
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
@@ -129,6 +131,19 @@ def test_prompts_beyond_the_context_are_not_answered(tmp_path: Path, tiny_model:
     assert [(row["id"], row["rule"], row["threshold"]) for row in made.read("dropped").to_pylist()] == [("b-long", "too_long", 2048.0)]
     made = execute(sample, SampleConfig(answers=1, max_tokens=2, serving={"window": 512, "sinks": 16}), given, store)
     assert made.rows() == 2 and made.rows("dropped") == 0
+
+
+def test_questions_beyond_the_context_are_not_evaluated(tmp_path: Path, tiny_model: Tiny) -> None:
+    store = Store.open(tmp_path)
+    texts = {"a": "say 1", "b-long": "1 + 2 - 3 " * 700}
+    row = {**GIVEN, "split": "heldout", "verifier": to_text("regex", pattern="1")}
+    rows = [{**row, "id": name, "messages": asking(text)} for name, text in texts.items()]
+    given = {"model": tiny_model(store), "prompts": table(store, "prompts", rows)}
+    made = execute(evaluate, EvaluateConfig(answers={"max_tokens": 2}), given, store)
+    assert [(row["id"], row["rule"], row["threshold"]) for row in made.read("dropped").to_pylist()] == [("b-long", "too_long", 2048.0)]
+    assert [row["id"] for row in made.read("scores").to_pylist()] == ["a"]
+    made = execute(evaluate, EvaluateConfig(answers={"max_tokens": 2}, serving={"window": 512, "sinks": 16}), given, store)
+    assert made.rows("scores") == 2 and made.rows("dropped") == 0
 
 
 def test_one_clear_error_where_nothing_is_left(tmp_path: Path, tiny_model: Tiny) -> None:

@@ -104,3 +104,9 @@ def test_a_prompt_meets_answers_of_others_that_fit(sizes: list[tuple[int, list[i
     has_room = all(len(example.prompt) + sum(map(len, known)) <= room for example, known in zip(examples, others, strict=True))
     if 2 * max(len(lengths) for _, lengths in sizes) <= token and has_room:
         assert set(taken.values()) == {1} and len(taken) == token
+
+
+def test_an_option_of_pairs_is_refused_where_there_are_none() -> None:
+    assert DpoConfig(loss="kto").pairs == "best_rest" and DpoConfig(pairs="best_worst").loss == "sigmoid"
+    with pytest.raises(ValueError, match="loss kto compares no pairs, so pairs=best_worst would do nothing: leave pairs out"):
+        DpoConfig(loss="kto", pairs="best_worst")

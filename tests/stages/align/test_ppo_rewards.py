@@ -26,10 +26,12 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.trainer import Trainer
 from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, grpo, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
+from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.contract import Facts, InputFacts, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids
 from puna.stages.training.rewards import rewards_of
-from puna.stages.verifiers.base import ScoringConfig
+from puna.stages.verifiers import scoring
+from puna.stages.verifiers.base import Score, ScoringConfig
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.scoring import Scorer
 from puna.storage import Artifact, PunaError, Store, catalog
@@ -372,3 +374,49 @@ def test_every_answer_is_a_row_of_the_table_rollouts(tmp_path: Path, tiny_model:
     assert [f">{gain:.6g}<" in one for gain, one in zip([gain for gain in gains if gain], changed, strict=True)] == [True] * len(changed) != []
     assert f"/puna/rollouts/{made.key[:12]}" in client.get(f"/artifact/model/{made.key[:12]}").text
     assert "only ppo and grpo write one" in client.get(f"/rollouts/{model.key[:12]}").text
+
+
+@pytest.mark.parametrize("train", [ppo, grpo])
+def test_answers_that_could_not_be_scored_before_a_stop_are_counted(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, train: Any) -> None:
+    """A run that stops in its third rollout and resumes reports as many unscored answers as an uninterrupted run: half of all."""
+    settings = {**SETTINGS, "rollouts": 3, "prompts": 4, "answers": 4, "reward": "verifier"}
+    if train is grpo:
+        del settings["critic_learning_rate"]
+    config = (PpoConfig if train is ppo else GrpoConfig)(**settings)
+    real, step = scoring.score_items, Trainer.step
+    steps = iter([False] * 2 * config.updates * (2 if train is ppo else 1))
+
+    def half(items: Any, tools: Any) -> list[Score]:
+        return [Score(None, "broken") if number % 2 else score for number, score in enumerate(real(items, tools))]
+
+    def stopped(*args: Any, **named: Any) -> Any:
+        if next(steps, True):
+            raise KeyboardInterrupt
+        return step(*args, **named)
+
+    monkeypatch.setattr(scoring, "score_items", half)
+    store = Store.open(tmp_path)
+    given = {"policy": tiny_model(store), "prompts": asked(store)}
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            execute(train, config, given, store)
+    assert execute(train, config, given, store).manifest.metrics["unscored_answers"] == 3 * 4 * 4 / 2
+
+
+def test_unscored_answers_of_before_a_stop_are_counted(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are answered two at a time; the run stops before the second time. No answer can be scored."""
+    store, calls = Store.open(tmp_path), iter([False, True])
+
+    def broken(items: Any, tools: Any) -> list[Score]:
+        if next(calls, False):
+            raise KeyboardInterrupt
+        return [Score(None, "broken")] * len(items)
+
+    monkeypatch.setattr(scoring, "score_items", broken)
+    monkeypatch.setattr(sys.modules[sample.function.__module__], "STRETCH", 2)
+    given = {"models": [tiny_model(store)], "prompts": asked(store)}
+    with pytest.raises(KeyboardInterrupt):
+        execute(sample, SampleConfig(answers=2, max_tokens=2), given, store)
+    made = execute(sample, SampleConfig(answers=2, max_tokens=2), given, store)
+    assert made.manifest.metrics["unscored_answers"] == made.rows() == 2 * asked(store).rows() > 4

@@ -103,6 +103,10 @@ def test_humaneval_and_mbpp_shapes() -> None:
         assert Code(prefix=prefix, tests=(test,)).score(QUESTION, body).value == value
     answer = "Like this:\n```python\ndef f(n):\n    return n * 2\n```\nOutput:\n```\n4\n```"
     assert program(answer) == "def f(n):\n    return n * 2\n"
+    # A block that is left open is read; beside a closed block of Python it is taken to be cut off.
+    assert program("```python\ndef f(n):\n    return n * 2") == "def f(n):\n    return n * 2\n"
+    assert program("```bash\nls\n```\n```python\ndef f(n):\n    return n") == "def f(n):\n    return n\n"
+    assert program("```\nf = abs\n```\nDone:\n```\n") == "f = abs\n" and program(f"{answer}\n```py\nprint(f(") == program(answer)
     found = Code(tests=("assert f(1) == 2", "assert f(2) == 5"), partial=True).score(QUESTION, answer)
     assert found.value == 0.5 and found.detail == "1 of 2 tests passed; AssertionError:  (test_1.py, line 1)"
 
