@@ -55,8 +55,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "down_proj")}, "dora": {"dora": True, "alpha": 8.0},
     "pissa": {"initialization": "pissa"}, "nf4": {"quantization": "nf4"},
     "rich_lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), "initialization": "pissa", "alpha": 8.0},
-    "rich_dora": {"dora": True, "alpha": 8.0}, "dora_moe": {"dora": True, "alpha": 8.0},
-    "lora_moe": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "o_proj"), "initialization": "pissa", "alpha": 8.0},
+    "rich_dora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), "dora": True, "alpha": 8.0},
+    "dora_moe": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "o_proj"), "dora": True, "alpha": 8.0},
 }  # fmt: skip
 """Variants of adapters, on the plain model unless their name has another."""
 MODELS |= {key: RICH if "rich" in key else {"moe": MOE} if "moe" in key else {} for key in ADAPTERS}
@@ -167,8 +167,8 @@ def _differs(shape: ModelConfig, name: str) -> bool:
 
 
 def setting_features() -> set[str]:
-    """Return the names of settings of a training that change what ranks compute together in a step."""
-    lora = {f"lora.{name}" for name in LoraSettings.model_fields if name not in ("rank", "dropout", "keep")}
+    """Return the names of settings of a training that change what ranks compute together in a step. Adapters are initialised before."""
+    lora = {f"lora.{name}" for name in LoraSettings.model_fields if name not in ("rank", "dropout", "keep", "initialization")}
     own = {f"optimizer.{name}" for name, kind in OPTIMIZERS.items() if kind.__module__.startswith("puna.")}
     return {"activation_checkpointing", "bf16", "lora", *lora, *own}
 
