@@ -43,9 +43,9 @@ DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 @dataclass(frozen=True)
 class State:
     """The state between rounds: the policy, its evaluation, and `other`, a second model that also answers prompts (falsy: none).
-    `instructions`: demonstrations, used in every round. `preferences`: of all rounds so far. `judged`: given ones, from which DPO and `chosen`
-    learn, too. `start`: the initial model of the reward model and of SFT; None: the policy. `made`: the outputs of the last round's steps,
-    by stage."""
+    `instructions`: demonstrations, used in every round. `preferences`: of all rounds so far. `judged`: given ones, from which DPO and
+    `chosen` learn, too. `start`: the initial model of the reward model and of SFT; None: the policy. `made`: the outputs of the last
+    round's steps, by stage."""
 
     policy: Output
     other: Output
@@ -258,8 +258,8 @@ def _finetune_on_own(
     """Finetune a model on gold answers and on its own right answers to the round's prompts.
 
     It learns from all distinct right answers or, if `ranked`, from those with the highest reward: `most` per prompt, as the recipe's
-    `pick_FIELD` says. `part`, `parts`: the share of the recipe's answers and steps, see `_part`. `field`: FIELD in the names of the recipe's
-    steps. `samples`: the name of a sampling step that arms share.
+    `pick_FIELD` says. `part`, `parts`: the share of the recipe's answers and steps, see `_part`. `field`: FIELD in the names of the
+    recipe's steps. `samples`: the name of a sampling step that arms share.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
