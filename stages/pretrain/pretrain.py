@@ -112,14 +112,12 @@ def pretrain(
     phases, starts = _count_steps(config, sources)
     watch = Watch(packed.validation_pieces(heldout), sum(phase.steps for phase in phases), vocabulary, config, run)
     watch.tasks = task_watch(tasks, config.ask_every, vocabulary, config.compute, run)
-    state: dict[str, torch.Tensor] | Path | None
-    precision = config.compute.precision_on(device().type)
+    state: dict[str, torch.Tensor] | Path | None = None
+    where = config.compute.layout, device(), config.compute.precision_on(device().type)
     if model is None:
-        shape = config.model.complete(vocabulary.vocab_size, packed.row_length)
-        network, state = initial(shape, run.seed("weights"), config.compute.layout, device(), precision), None
+        network = initial(config.model.complete(vocabulary.vocab_size, packed.row_length), run.seed("weights"), *where)
     else:
-        network = in_pieces(load_grown(model, tokenizer, config.compute.layout), config.compute.layout, device(), precision)
-        state = _moments(model)
+        network, state = in_pieces(load_grown(model, tokenizer, config.compute.layout), *where), _moments(model)
     on_threads(network)
     if watch.tasks is not None:
         watch.tasks.check(max(network.config.max_position_embeddings, sources[phases[0].tokens].row_length * phases[0].join_rows))
