@@ -114,12 +114,7 @@ class Process:
 _processes: weakref.WeakSet[Process] = weakref.WeakSet()
 
 
-def _begin_anew() -> None:
-    for process in _processes:
-        process._begin()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=lambda: [process._begin() for process in _processes])
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

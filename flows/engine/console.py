@@ -169,10 +169,8 @@ def _arms(arms_of_round: arms.Arms) -> Table:
 
 
 def _claims(arms_of_round: arms.Arms) -> Table:
-    rows = []
-    for claim in arms_of_round.claims():
-        gain = f"{claim.gain.value:+.3f} ({claim.gain.low:+.3f} to {claim.gain.high:+.3f})"
-        rows.append((claim.name, arms.METRICS[claim.metric], gain, claim.verdict))
+    gains = [(one, f"{one.gain.value:+.3f} ({one.gain.low:+.3f} to {one.gain.high:+.3f})") for one in arms_of_round.claims()]
+    rows = ((one.name, arms.METRICS[one.metric], gain, one.verdict) for one, gain in gains)
     return _table((f"in round {arms_of_round.number}", "of", "gain", ""), rows)
 
 

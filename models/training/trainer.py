@@ -148,7 +148,7 @@ class Trainer:
         start = time.perf_counter()
         rate = self.config.rate(step)
         micro = list(batch) if isinstance(batch, list | tuple) else [batch]
-        loss, metrics = self._accumulate(micro, _step_seed(seed, step))
+        loss, metrics = self._accumulate(micro, int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "little") >> 1)
         self.parallel.add_gradients(self.weights)
         norm = self.parallel.norm(self.weights).to(self.device)
         # One transfer for everything that is logged.
@@ -346,10 +346,6 @@ def _piece(name: str, tensor: Tensor, piece: Piece) -> Tensor:
     part = tensor[piece.slices()]
     lacking = piece.box[0][1] - piece.box[0][0] - len(part) if grows else 0
     return nn.functional.pad(part, (*[0] * (2 * part.dim() - 1), lacking)) if lacking else part
-
-
-def _step_seed(seed: int, step: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "little") >> 1
 
 
 @contextmanager

@@ -87,7 +87,9 @@ def perform(
     identity = identify(stage, config, given)
     store.holding.add(identity.key, *(one.key for one in identity.inputs if one.kind != "external"))
     artifact = reusable(stage, identity, store)
-    if artifact is None and isinstance(executor, PartExecutor) and ((on_device := _takes_device(stage, executor)) or apart):
+    # A stage that runs in several processes takes no worker's accelerator.
+    wants_device = stage.device and not (stage.ranks and ranks.count() > 1)
+    if artifact is None and isinstance(executor, PartExecutor) and ((on_device := wants_device and executor.has_device()) or apart):
         if on_start:
             on_start(identity)
         submit = executor.submit_to_device if on_device else executor.submit
@@ -116,11 +118,6 @@ def perform(
                 return Outcome(new, False, time.perf_counter() - start)
             work.discard()
     return Outcome(artifact, True, time.perf_counter() - start)
-
-
-def _takes_device(stage: Stage, executor: PartExecutor) -> bool:
-    """True if a stage should run on a worker with an accelerator. A stage that runs in several processes should not."""
-    return stage.device and executor.has_device() and not (stage.ranks and ranks.count() > 1)
 
 
 def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:

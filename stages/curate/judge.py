@@ -14,10 +14,11 @@ from pydantic import Field, field_validator, model_validator
 
 from puna.stages.contract import Documents, External, Facts, Figure, Model, SeededConfig, Signals, StageRun, declare_signal, stage
 from puna.stages.contract.signals import signals_of
-from puna.stages.curate.classifiers.encoder import Place, place_of, reading
+from puna.stages.curate.classifiers.encoder import Place, place_of
 from puna.stages.draws import uniform
 from puna.stages.endpoint import Endpoint, EndpointConfig, grade_of
 from puna.stages.grading import mean_grades, tokens_apart
+from puna.stages.training.proxy_runs import one_thread
 from puna.storage import Artifact, PunaError, errors_at
 from puna.storage.work import write_array
 
@@ -311,10 +312,12 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
 
 def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
     """Return each text's grade and total probability of the answers, float64[2, n]. Both are saved in a file for a resumed run."""
+    import torch
+
     number, texts = batch
     file = Path(scratch) / f"grades-{number:09d}.npy"
     if not file.exists():
-        with reading():
+        with one_thread(), torch.no_grad():
             grades = np.stack(grader(place, config.make_question(), config.max_tokens, device)(texts))
         write_array(file, grades)
     return np.asarray(np.load(file))

@@ -47,8 +47,7 @@ def phase_gains(
     own, sizes = _measure(model, texts, context, None)
     shares = {} if best is None else {row["category"]: row["weight"] for row in best.read(columns=["category", "weight"]).to_pylist()}
     category_weights = np.array([shares.get(name, 0.0) / sizes[:, categories == name].sum() for name in categories])
-    start, beyond = np.eye(2)[:, :1], np.eye(2)[:, 1:]
-    weights = {"gain": start + beyond, "gain_best": category_weights, "gain_start": start, "gain_beyond": beyond}
+    weights = {"gain": np.ones((2, 1)), "gain_best": category_weights, "gain_start": np.eye(2)[:, :1], "gain_beyond": np.eye(2)[:, 1:]}
     for number, (name, control) in enumerate(controls.items(), 1):
         nats, others = _measure(control, texts, context, context if name == "short_rows" else None)
         if (sizes != others).any():

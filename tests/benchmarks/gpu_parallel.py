@@ -52,7 +52,7 @@ from puna.models.training.objectives import LanguageModeling  # noqa: E402
 from puna.models.training.objectives.base import Targets  # noqa: E402
 from puna.models.training.parallel import collectives, vocabulary  # noqa: E402
 from puna.models.training.parallel.base import Parallel  # noqa: E402
-from puna.models.training.parallel.cut import Cut  # noqa: E402
+from puna.models.training.parallel.context import Cut  # noqa: E402
 from puna.models.training.parallel.layout import AXES, PROVED, Layout  # noqa: E402
 from puna.models.training.parallel.mesh import Mesh, bounds, cut, join  # noqa: E402
 from puna.models.training.trainer import Trainer  # noqa: E402

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from puna.kernels.attention import attention_of_rows
 from puna.kernels.forest_mask import TILE_ROWS
 from puna.models.forest import Forest
+from puna.models.training.boxes import own
+from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.collectives import add_parts, gather_rows, scale_gradient
-from puna.models.training.parallel.cut_model import CutTransformer
+from puna.models.training.parallel.cut_model import CutTransformer, piece_of, place
 from puna.models.training.parallel.mesh import Mesh, by_load
 from puna.models.transformer import Transformer, softcap
 
@@ -108,3 +110,21 @@ class ContextTransformer(CutTransformer):
         x_nD, dealt = self._own_hidden(forest)
         mine, places = self._own_places(dealt, positions)
         return add_parts(self._cross_entropy(x_nD[places], targets[mine], weights[mine]), self.context)
+
+
+class Cut(Parallel):
+    """A `Transformer` whose ranks hold pieces (layouts `tensor` and `expert`) or compute some of the tokens (layout `context`)."""
+
+    def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(whole, mesh, device, dtype)
+        self.pieces = {name: piece_of(name, p, mesh) for name, p in whole.named_parameters()}
+        self.model = model = (ContextTransformer if mesh.size("context") > 1 else CutTransformer)(whole, mesh)
+        for name, parameter in whole.named_parameters():
+            place(model, name, nn.Parameter(self._piece(name, parameter), parameter.requires_grad))
+        if model.head == "lm" and model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+    def _piece(self, name: str, weight: Tensor) -> Tensor:
+        return own(weight, self.pieces[name].slices(), self.device)

@@ -11,7 +11,7 @@ from puna.kernels.operators import PLAIN
 from puna.models.config import ModelConfig
 from puna.models.machine import DTYPES, Precision
 from puna.models.training.parallel.base import Parallel
-from puna.models.training.parallel.cut import Cut
+from puna.models.training.parallel.context import Cut
 from puna.models.training.parallel.cut_model import place
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, layout_of

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Part, Piece, Values
-from puna.models.training.parallel.cut import Cut
+from puna.models.training.parallel.context import Cut
 from puna.models.training.parallel.mesh import Mesh, bounds
 from puna.models.transformer import Transformer
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from puna.stages.contract import External
+from puna.stages.training.proxy_runs import one_thread
 from puna.storage import Artifact, PunaError
 
 Encode = Callable[[str], NDArray[np.float32]]
@@ -42,24 +42,12 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
     raise PunaError(f"{stage}.{name}: {external.uri} is not a local folder of a Hugging Face model (it has no config.json{more})")
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """Turn off gradients and use one thread inside the `with` block: a vector must not depend on the number of threads."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def embed(texts: Sequence[str], place: Place, max_tokens: int) -> NDArray[np.float32]:
     """Return the mean of the last hidden states over the first `max_tokens` tokens of each text, float32[n, D]. Texts are encoded one at a
     time, so that a vector does not depend on other texts. A Hugging Face encoder reads at most its own maximum."""
-    with reading():
+    import torch
+
+    with one_thread(), torch.no_grad():
         encode, width = (_own if place.own else _hugging_face)(place.path, max_tokens)
         return np.array([encode(text) for text in texts], np.float32).reshape(len(texts), width)
 
