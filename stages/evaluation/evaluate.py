@@ -151,7 +151,7 @@ def evaluate(
             engine = vllm_engine(model.path(), tokenizer, config.serving)
         else:
             engine = DealtEngine(engine_of(network, tokenizer, config.serving.weights, **limits), config.serving.layout)
-        _answers(prompts, judges or (), engine, tokenizer, longest, config, run)
+        _answers(prompts, judges or (), engine, tokenizer, longest, config, run, alone=documents is None)
 
 
 def _by_category(pages: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
@@ -253,8 +253,9 @@ def _continuations(
 
 def _answers(
     prompts: Artifact, judges: Sequence[Artifact], engine: AnswerEngine, tokenizer: Tokenizer, context: int, config: EvaluateConfig,
-    run: StageRun,
+    run: StageRun, alone: bool,
 ) -> None:  # fmt: skip
+    """Write answers and scores. If no prompt fits the context, write none; if prompts are all there is (`alone`), raise PunaError."""
     from puna.models.generation import SamplingParams
 
     own = config.answers
@@ -265,8 +266,11 @@ def _answers(
     within = Limit(context, "the model's max_position_embeddings", "the prompt with a token of the answer", "set serving.window")
     size = (lambda ids: len(ids) + 1) if config.serving.window is None else (lambda ids: 0)
     rendered = bad.examples(questions, partial(prompt_ids, tokenizer), size, within)
-    bad.check_left(len(rendered), f"{len(questions)} held-out prompts")
+    none_fits = not alone and not rendered and all(row["rule"] == "too_long" for row in bad.dropped)
+    bad.check_left(len(rendered) or none_fits, f"{len(questions)} held-out prompts")
     bad.write(run)
+    if none_fits:
+        return
     rows, inputs = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
     params = SamplingParams(

@@ -231,7 +231,7 @@ def test_an_offloaded_models_plan_is_told_beside_the_same_answers(folder, tmp_pa
     said = puna("chat", folder, "--temperature", "0", "--max-tokens", "9", "--offload", "disk", "--memory", "0.5", given="to be?\n")
     (one,) = answers([{"role": "user", "content": "to be?"}], temperature=0, max_tokens=9)
     assert one in said
-    for more, told in ((["--offload", "host"], "set offload to disk"), (["--offload", "disk", "--weights", "int8"], "set weights same")):
+    for more, told in ((["--offload", "host"], "set offload to disk"), (["--offload", "disk", "--weights", "int8"], "weights same")):
         with pytest.raises(PunaError, match=told):
             puna("generate", folder, "to be", *more)
     save(MODEL, tmp_path)

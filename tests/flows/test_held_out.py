@@ -34,7 +34,7 @@ SMALL = [
     "ladder.rows=[1]", "ladder.rates=[0.01]", "ladder.compute={precision: fp32}", "choose_size={flops: 1e+8, hours: null, gpu: null}",
     "evaluate_base.pages={max_bytes: 4000, questions: 0, continuations: 0}",
     "prompts={tasks: [{task: digits}], train: 1, heldout: 1, draws: 50}",
-    "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}", "contamination_base={}",
+    "evaluate_base.answers={prompts_per_task: 1, max_tokens: 2}", "evaluate_base.serving={window: 16}", "contamination_base={}",
 ]  # fmt: skip
 
 

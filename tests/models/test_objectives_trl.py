@@ -181,7 +181,7 @@ def test_kto(tokenizer: Tokenizer, tmp_path: Path, seeds: tuple[int, int], weigh
     batch = o.KtoBatch(matched, torch.tensor(labels), o.reference_logprobs(frozen, matched), others, o.reference_logprobs(frozen, others))
     objective = o.Kto(0.02, nll_weight=0.0, loss="kto", parameters={"desirable_weight": weights[0], "undesirable_weight": weights[1]})
     # The two orders of the models have estimates of opposite signs; TRL clips the negative one to 0.
-    sign = 1 if objective.measure(made, batch)["mismatched_ratio"] > 0 else 0
+    sign = 1 if objective.measure(lambda compute, part: compute(made, part), batch)["mismatched_ratio"] > 0 else 0
     loss, metrics = objective(made, batch)
     assert (metrics["kl"] > 0) == bool(sign)
     assert_equal(made, loss, theirs(trainer))

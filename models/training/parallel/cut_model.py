@@ -204,8 +204,8 @@ def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
 
 def without_values(module: nn.Module) -> Any:
     """Return a copy of a module whose parameters are on the device `meta`."""
-    memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
+    memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, memo | {id(held): None for held in [getattr(module, "held", None)]})
 
 
 def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -36,13 +36,14 @@ class TinyConfig(SeededConfig):
     """The tokens that the model claims to be trained on."""
 
     trained_tokens: int = Field(100_000, description="Tokens that it read")
+    context: int = Field(32, description="Its longest text, tokens")
 
 
 @stage(kind="model")
 def tiny_model(config: TinyConfig, run: StageRun) -> None:
     """Write a small random model."""
     tokenizer = Tokenizer.train([sentences(i, 60) for i in range(30)], 300)
-    shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, initializer_range=0.2)
+    shape = ModelConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=config.context, initializer_range=0.2)
     save(Transformer(shape, seed=config.seed), run.folder, tokenizer)
     run.metric("trained_tokens", config.trained_tokens)
 
@@ -50,6 +51,12 @@ def tiny_model(config: TinyConfig, run: StageRun) -> None:
 @pytest.fixture
 def model(store):
     return execute(tiny_model, TinyConfig(), {}, store)
+
+
+@pytest.fixture
+def answerer(store):
+    """A model whose context holds the prompts."""
+    return execute(tiny_model, TinyConfig(context=512), {}, store)
 
 
 def table(artifact) -> dict[tuple[str, str], dict]:
@@ -138,20 +145,20 @@ def found_pages(artifact) -> int:
     return table(artifact)["pages", "document_bits_per_byte"]["n"]
 
 
-def test_a_task_may_be_called_all(store, model) -> None:
+def test_a_task_may_be_called_all(store, answerer) -> None:
     """Its prompts are part of the mean over all tasks, which has this name, too."""
     tasks = (Task(task="gcd", name="all"), Task(task="chain_sum"))
     asked = execute(prompts, PromptsConfig(tasks=tasks, train=0, heldout=3), {}, store)
-    found = table(execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store))
+    found = table(execute(evaluate, SETTINGS, {"model": answerer, "prompts": asked}, store))
     assert {task: found[task, "accuracy"]["n"] for task, metric in found if metric == "accuracy"} == {"all": 6, "chain_sum": 3}
 
 
-def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_judged_by_the_scorer(store, answerer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub engine knows four of five answers, and truncates one of these."""
     tasks = (Task(task="chain_sum", parameters={"min_digits": 1, "max_digits": 1}), Task(task="gcd"))
     asked = execute(prompts, PromptsConfig(tasks=tasks, train=4, heldout=9), {}, store)
     rows = {text_of(messages_of(row)): row for row in asked.read().to_pylist()}
-    tokenizer = Tokenizer.load(model.path())
+    tokenizer = Tokenizer.load(answerer.path())
     order: list[str] = []
 
     class Oracle:
@@ -173,7 +180,7 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
             return found
 
     monkeypatch.setattr("puna.models.generation.Engine", Oracle)
-    made = execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
+    made = execute(evaluate, SETTINGS, {"model": answerer, "prompts": asked}, store)
     found = table(made)
     # 5 per task: number 5 is wrong, and number 3, whose text is right, is truncated: 3 of 5 are right, twice.
     for task, n in (("chain_sum", 5), ("gcd", 5), ("all", 10)):
@@ -192,10 +199,20 @@ def test_answers_are_judged_by_the_scorer(store, model, monkeypatch: pytest.Monk
         assert (detail["score"] == 1.0) == (row["text"] == detail["reference"] and whole)
 
 
-def test_a_real_engine_answers(store, model) -> None:
+def test_a_real_engine_answers(store, answerer) -> None:
     asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=0, heldout=6), {}, store)
-    made = execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
+    made = execute(evaluate, SETTINGS, {"model": answerer, "prompts": asked}, store)
     assert table(made)["gcd", "accuracy"]["value"] == 0.0 and made.manifest.metrics["prompts"] == 5
+
+
+def test_a_model_whose_context_holds_no_prompt_is_measured_on_pages_alone(store, documents, mixture, model) -> None:
+    texts = [sentences(i, 40) for i in range(6)]
+    read = {"documents": documents(texts), "mixture": mixture([(i, "a", "heldout", 1) for i in range(6)])}
+    asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=0, heldout=6), {}, store)
+    found = execute(evaluate, SETTINGS, {"model": model, "prompts": asked, **read}, store)
+    assert {row["rule"] for row in found.read("dropped").to_pylist()} == {"too_long"} and "document_bits_per_byte" in found.manifest.metrics
+    with pytest.raises(PunaError, match="none of the 5 held-out prompts can be used"):
+        execute(evaluate, SETTINGS, {"model": model, "prompts": asked}, store)
 
 
 def test_needs_something_to_measure(store, documents, mixture, model) -> None:
@@ -231,14 +248,14 @@ def test_held_out_prompts_are_asked_by_hash() -> None:
         module._heldout_prompts(Rows(rows[::3]), 4, seed=1)
 
 
-def test_answers_by_search_are_told_in_tokens(store, model) -> None:
+def test_answers_by_search_are_told_in_tokens(store, answerer) -> None:
     """All candidates count, including those that were not chosen."""
     asked = execute(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=0, heldout=6), {}, store)
     wanted = {"name": "regex", "pattern": "[aeiou]{2}"}
     found = {}
     for name, search in (("one", None), ("best", SearchConfig(n=6, verifier=wanted)), ("majority", SearchConfig(method="majority", n=6))):
         answers = AnswersConfig(temperature=1.0, max_tokens=12, taste=wanted, search=search)
-        made = execute(evaluate, EvaluateConfig(answers=answers), {"model": model, "prompts": asked}, store)
+        made = execute(evaluate, EvaluateConfig(answers=answers), {"model": answerer, "prompts": asked}, store)
         found[name] = made.manifest.metrics["answer_tokens"]
     assert found["one"] < found["best"] == found["majority"] <= 6 * 12 * 6
     with pytest.raises(ValueError, match="set a temperature above 0"):
