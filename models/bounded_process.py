@@ -114,7 +114,7 @@ class Process:
 _processes: weakref.WeakSet[Process] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=lambda: [process._begin() for process in _processes])
+os.register_at_fork(after_in_child=lambda: list(map(Process._begin, _processes)))
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

@@ -266,11 +266,10 @@ def _answers(
     within = Limit(context, "the model's max_position_embeddings", "the prompt with a token of the answer", "set serving.window")
     size = (lambda ids: len(ids) + 1) if config.serving.window is None else (lambda ids: 0)
     rendered = bad.examples(questions, partial(prompt_ids, tokenizer), size, within)
-    none_fits = not alone and not rendered and all(row["rule"] == "too_long" for row in bad.dropped)
-    bad.check_left(len(rendered) or none_fits, f"{len(questions)} held-out prompts")
+    if not alone and not rendered and all(row["rule"] == "too_long" for row in bad.dropped):
+        return bad.write(run)
+    bad.check_left(len(rendered), f"{len(questions)} held-out prompts")
     bad.write(run)
-    if none_fits:
-        return
     rows, inputs = [row for row, _ in rendered], [ids for _, ids in rendered]
     scorer = Scorer(rows, config.answers.scoring, run, judges, needed="evaluate")
     params = SamplingParams(

@@ -180,8 +180,7 @@ class Parallel:
 
     @torch.no_grad()
     def publish(self, dtype: torch.dtype | None = None) -> None:
-        """Write the ranks' pieces into the whole model, on all ranks, in `dtype` (None: fp32). If this rank trains the whole model, do
-        nothing."""
+        """Write the ranks' pieces into the whole model in `dtype` (None: fp32); do nothing if this rank trains the whole model."""
         if self.model is self.whole:
             return
         weights = dict(self.whole.named_parameters())
@@ -245,8 +244,7 @@ class Parallel:
 
 @contextmanager
 def whole(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Within the context, give a model whose weights the ranks hold in pieces its whole weights, in `dtype` (None: fp32); all ranks must
-    enter together."""
+    """Give a model in pieces its whole weights within the context, in `dtype` (None: fp32); all ranks must enter together."""
     held = getattr(model, "held", None)
     if held is not None:
         held.publish(dtype)

@@ -54,8 +54,7 @@ def parallel(
 def part_of(
     model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, precision: Precision | None = None
 ) -> Parallel:
-    """Return this rank's part of a model for inference, in `precision` (None: fp32). If the model is not split, return it whole, or a copy
-    in `precision`."""
+    """Return this rank's part of a model for inference in `precision` (None: fp32), or the whole model if it is not split."""
     if layout.parts(model.config) is None:
         return alone(model if precision is None else copy.deepcopy(model).requires_grad_(False).to(DTYPES[precision]))
     if model.held is not None:
