@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from puna.models.config import ModelConfig, ModelShape
 from puna.models.training.settings import TrainConfig
-from puna.models.training.state import load_state
+from puna.models.training.state import read_each
 from puna.stages.contract import StageRun
 from puna.stages.training.token_rows import Packed
 from puna.stages.training.train import divergence_named
@@ -78,9 +78,7 @@ def train_proxy(
 
 def moments_in(state: Path) -> dict[str, Tensor]:
     """Return the optimizer state at the end of a training run with checkpoints in the folder `state`."""
-    saved = load_state(state)
-    assert saved is not None  # `train` saves its last step
-    return {name: value for name, value in saved[0].items() if name.startswith("state.")}
+    return dict(read_each(state, "state.")[1])
 
 
 def run_trials(

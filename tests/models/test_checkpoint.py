@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.formats.checkpoint import CheckpointError, load, read_config, save
+from puna.models.formats.checkpoint import WRITTEN, CheckpointError, load, read_config, save, write_tensors
 from puna.models.memory.offload import Source, offload_layers
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
@@ -212,3 +213,16 @@ def test_a_missing_head_is_named(tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="has no language-model head"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_tensors_written_one_by_one_are_the_file_of_the_library(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    tensors = {f'{number} "{dtype}" é': torch.arange(15).view(3, 5)[:, : number % 4].to(dtype) for number, dtype in enumerate(2 * list(WRITTEN))}
+    tensors |= {"scalar": torch.tensor(1.5), "turned": torch.randn(4, 3).T}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "library", metadata=metadata)
+    empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    write_tensors(tmp_path / "own", empty, reversed(tensors.items()), metadata)
+    assert (tmp_path / "own").read_bytes() == (tmp_path / "library").read_bytes()
+    with pytest.raises(ValueError, match="the tensor scalar is missing"):
+        write_tensors(tmp_path / "own", empty, [one for one in tensors.items() if one[0] != "scalar"], metadata)
+    assert (tmp_path / "own").read_bytes() == (tmp_path / "library").read_bytes()

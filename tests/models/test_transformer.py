@@ -9,7 +9,7 @@ import torch
 from puna.models.config import ModelConfig, Moe
 from puna.models.forest import Forest
 from puna.models.parameters import normal_rows
-from puna.models.transformer import Transformer
+from puna.models.transformer import Transformer, initial_values
 
 CONFIG = ModelConfig(
     vocab_size=97,
@@ -212,6 +212,15 @@ def test_a_row_of_initial_weights_is_a_function_of_seed_name_and_row(name):
     # 25,600 draws: bounds are five standard errors of each moment of the normal distribution, and of each row's correlations.
     assert abs(whole.mean()) < 5 / 160 and abs((whole**2).mean() - 1) < 5 * 2**0.5 / 160 and abs((whole**4).mean() - 3) < 5 * 96**0.5 / 160
     assert np.abs(np.corrcoef(whole) - np.eye(400)).max() < 6 / 8
+
+
+@pytest.mark.parametrize("name, shape, box", [
+    ("model.layers.0.mlp.down_proj.weight", (48, 80), (slice(10, 30), slice(40, 80))), ("model.norm.weight", (48,), (slice(24, 48),)),
+    ("model.layers.0.mlp.experts.down_proj", (6, 5, 8), (slice(2, 4), slice(0, 5), slice(0, 8))), ("lm_head.weight", (97, 48), (slice(97, 97), slice(0, 48))),
+])  # fmt: skip
+def test_a_part_of_initial_weights_is_that_of_the_whole(name, shape, box):
+    for config in (CONFIG, CONFIG.replace(zero_residual=True)):
+        assert torch.equal(initial_values(config, 3, name, shape, box), initial_values(config, 3, name, shape)[box])
 
 
 def test_more_tokens_and_layers_leave_the_other_initial_weights_as_they_were():

@@ -287,6 +287,20 @@ def restored(
     return {"digest": digest.hexdigest()}
 
 
+def grown(members: Sequence[int], layout: dict[str, int], lacking: int) -> list[str]:
+    """Return the names of the moments that a rank did not adopt from whole ones without rows for the last `lacking` tokens."""
+    chosen, generator = Layout(**layout), torch.Generator().manual_seed(3)
+    one = Trainer(network("deep"), o.LanguageModeling(), train_config(Layout()))
+    moments = {name: torch.rand(t.shape, generator=generator) for name, t in one.tensors().items() if name.startswith("state.")}
+    for name, moment in moments.items():
+        if moment.dim() and name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            moment[-lacking:] = 0.0
+    trainer = Trainer(network("deep"), o.LanguageModeling(), train_config(chosen), mesh=Mesh(chosen, members))
+    trainer.adopt({n: m[:-lacking] if m.dim() and n.endswith(("embed_tokens.weight", "lm_head.weight")) else m for n, m in moments.items()})
+    own = {name: tensor for name, tensor in trainer.tensors().items() if name.startswith("state.")}
+    return [n for n, tensor in own.items() if not torch.equal(tensor, moments[n][trainer.parallel.piece_of(n, tensor).slices()])]
+
+
 def whole_bytes(members: Sequence[int], layout: dict[str, int]) -> list[float]:
     """Return the bytes of the whole model's weights over those of fp32: before a trainer holds it, before the first step, and after it."""
     chosen, whole, shares = Layout(**layout), network("deep"), list[float]()
@@ -735,7 +749,7 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
-    "read_ratio": read_ratio, "passes": passes, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
+    "read_ratio": read_ratio, "passes": passes, "grown": grown, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
     "rolled": rolled, "silent": silent, "busy": busy, "failing": failing, "precision": precision, "listed": listed,
     "looped": looped, "remembered": remembered, "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -99,6 +99,12 @@ def test_moments_of_whole_weights_are_taken_by_every_layout(ranks: Run, tmp_path
         assert {answer["digest"] for answer in answers} == {one}, layout
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_new_tokens_begin_without_moments_in_every_layout(ranks: Run, layout: dict[str, int]):
+    """Of 37 tokens 18 are new: the old moments have as many rows as a rank's half of all."""
+    assert ranks("grown", size(layout), layout=layout, lacking=18) == [[]] * size(layout)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_a_training_that_goes_on_ends_with_the_same_bits(ranks: Run, tmp_path: Path, layout: dict[str, int]):
     whole = ranks("trained", size(layout), layout=layout, folder=str(tmp_path / "whole"), steps=4)
