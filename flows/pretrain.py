@@ -67,7 +67,7 @@ def pretrain(
     step(needle, off=True, model=base, documents=documents, mixture=mixture)
     if switch("phase_controls", False, description="Also train control runs that each lack one phase, and compare the model with them"):
         given: dict[str, Any] = {"documents": documents, "mixture": mixture}
-        natural = step(tokenize, "tokenize_natural", field="tokenize_best", off=True, tokenizer=vocabulary, **given)
+        natural = own and step(tokenize, "tokenize_natural", field="tokenize_best", off=True, tokenizer=vocabulary, **given)
         step(phase_gains, model=base, best=own or None, **given, **_control_models(inputs, natural))
     publish("tokenizer", vocabulary)
     publish("mixture", mixture)
@@ -97,12 +97,12 @@ def _size(tokens: Output, vocabulary: Output) -> Output | None:
 
 
 def _control_models(inputs: dict[str, Any], natural: Output) -> dict[str, Any]:
-    """Train the control runs of `control_phases`; return their models by name. `natural`: tokens of the natural mixture, for annealing."""
+    """Train the control runs of `control_phases`; return their models by name. `natural`: tokens for annealing (falsy: no such run)."""
     configs = [current_walk().configs(Step(stage.name, stage.name, stage)) for stage in (tokenize, train)]
     (rows, *_), (own, *_) = (given or [None] for given in configs)
     controls: dict[str, tuple[Phase, ...]] = dict.fromkeys(("short_rows", "natural", "constant", "fresh"), ())  # in a trace of all steps
     if isinstance(rows, TokenizeConfig) and isinstance(own, PretrainConfig):
-        controls = control_phases(own.phases, rows.sequence_length)
+        controls = {name: one for name, one in control_phases(own.phases, rows.sequence_length).items() if natural or name != "natural"}
         if not controls:
             raise PunaError("phase_controls: pretrain.phases has no phase to compare; give several phases, or leave phase_controls out")
     models: dict[str, Any] = {}

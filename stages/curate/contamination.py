@@ -154,7 +154,7 @@ def _scores(evaluation: Artifact | None) -> dict[str, float]:
         return {}
     rows = evaluation.read("scores").to_pylist() if "scores" in evaluation.tables else []
     scores = {row["id"]: float(row["value"]) for row in rows if row["name"] == "score"}
-    if not scores:
+    if not scores and "dropped_too_long" not in evaluation.manifest.metrics:
         raise PunaError(f"contamination: {evaluation.id} has no per-prompt scores; give the output of `evaluate` on prompts")
     return scores
 

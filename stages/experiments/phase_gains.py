@@ -41,7 +41,8 @@ def phase_gains(
     controls = {name: control for name, control in given.items() if control is not None}
     if not controls:
         raise PunaError(f"phase_gains compares a model with its controls; give at least one of {', '.join(given)}")
-    context = None if short_rows is None else int(short_rows.manifest.config["phases"][-1]["length"])
+    rows = [] if short_rows is None else [one for phase in short_rows.manifest.config["phases"] for one in (phase, *phase["ramp"])]
+    context = max((int(one["length"]) for one in rows if one["length"]), default=None)
     pages = heldout_pages(documents, mixture, config.max_page_bytes, config.max_bytes, run)
     texts, categories = [page.text for page in pages], np.array([page.category for page in pages])
     own, sizes = _measure(model, texts, context, None)

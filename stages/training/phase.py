@@ -177,15 +177,17 @@ def control_phases(phases: Sequence[Phase], context: int) -> dict[str, tuple[Pha
     rate = last.schedule.replace(shape="constant", final_ratio=0, decay_steps=0, anneal_steps=0, average=0, ema=0)
     same = {"rope_theta": None, "rope_scaling": None, "accept": None}
     short = [
-        phase.replace(**same, length=min(context, phase.length or context), ramp=tuple(part.replace(length=context) for part in phase.ramp))
+        phase.replace(**same, length=min(context, phase.length or context),
+                      ramp=tuple(part.replace(length=min(context, part.length or context)) for part in phase.ramp))
         if phase.sources != {"initial"} or phase.join_rows > 1 else phase.replace(**same)
         for phase in phases
     ]  # fmt: skip
     longer = any("long" in phase.sources or phase.join_rows > 1 for phase in phases)
+    keeps = any(phase.optimizer == "keep" for phase in phases[1:])
     controls = {
         "short_rows": tuple(short if longer else phases),
-        "constant": (*before, last.replace(schedule=rate) if before else last),
-        "fresh": (phases[0], *(phase.replace(optimizer="fresh", accept=None) for phase in phases[1:])),
+        "constant": (*before, last.replace(schedule=rate, accept=None) if before and rate != last.schedule else last),
+        "fresh": (phases[0], *(phase.replace(optimizer="fresh", accept=None) for phase in phases[1:])) if keeps else tuple(phases),
     }
     changed = {name: own for name, own in controls.items() if own != tuple(phases)}
-    return changed | ({"natural": tuple(phases)} if last.tokens == "best" else {})
+    return changed | ({"natural": (*before, last.replace(accept=None))} if last.tokens == "best" else {})

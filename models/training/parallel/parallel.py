@@ -79,8 +79,7 @@ def in_pieces(model: Transformer, layout: Layout, device: torch.device, precisio
 
 @torch.no_grad()
 def initial(config: ModelConfig, seed: int, layout: Layout, device: torch.device, precision: Precision) -> Transformer:
-    """Return a model with its `initial_values`, on `device`, to be trained in `precision`. If the layout divides the model, each rank draws
-    only its own pieces."""
+    """Return a model with its `initial_values`, on `device`, for training in `precision`; each rank draws only pieces that it holds."""
     if layout.parts(config) is None:
         return Transformer(config, seed=seed).to(device)
     with torch.device("meta"):

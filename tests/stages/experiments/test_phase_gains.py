@@ -121,6 +121,11 @@ def test_each_control_lacks_one_phase() -> None:
     assert controls["constant"] == (first, longer, last.replace(schedule=FLAT))
     assert [phase.optimizer for phase in controls["fresh"]] == ["keep", "fresh", "fresh"]
     assert controls["natural"] == phases
+    short = longer.replace(length=32, ramp=(Growth(after_tokens=9, rows=3, length=48),))
+    assert [part.length for part in control_phases((first, short), 64)["short_rows"][1].ramp] == [48]
+    judged = control_phases((first, last.replace(accept=Acceptance())), 64)
+    assert all(own[-1].accept is None for own in judged.values()) and set(judged) == {"natural", "constant", "fresh"}
+    assert set(control_phases((first, last.replace(optimizer="fresh", accept=Acceptance())), 64)) == {"natural", "constant"}
     # Every control reads as many tokens, in as many steps.
     assert all([phase.steps for phase in own] == [9, 4, 5] and own[1].full_rows == 3 for own in controls.values())
     assert control_phases((first,), 64) == control_phases((last.replace(tokens="initial"),), 64) == {}
@@ -147,6 +152,8 @@ def test_the_recipe_trains_each_control_in_the_same_flow() -> None:
     assert {gains[name][0] for name in ("short_rows", "natural", "constant", "fresh")} == names
     assert gains["best"] == ("mix_best",) and gains["model"] == ("pretrain",)
     assert not {"phase_gains", *names} & set(inputs("phase_controls=false"))
+    natural = inputs("mix_best=null", "anneal_experiment=null")
+    assert not {"control_natural", "tokenize_natural"} & set(natural) and "control_constant" in natural
     with pytest.raises(PunaError, match="phase_controls: pretrain.phases has no phase to compare"):
         inputs("pretrain.phases=[{steps: 9}]", "tokenize_long=null", "tokenize_best=null", "mix_best=null", "anneal_experiment=null")
 
