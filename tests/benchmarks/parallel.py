@@ -56,7 +56,8 @@ def equality(pool: Pool) -> dict[str, float]:
     jobs += [({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants]
     differences = []
     given = [{"layout": layout, "objective": objective, "variant": variant} for layout, objective, variant in jobs]
-    given += [{"layout": r.layout, "objective": r.objective, "variant": r.variant, **r.more} | ({"size": r.size} if r.size else {}) for r in ROWS]
+    rows = [row for row in ROWS if row.more.get("precision") != "bf16"]  # bf16 has bounds of its own in tests/parallel
+    given += [{"layout": r.layout, "objective": r.objective, "variant": r.variant, **r.more} | ({"size": r.size} if r.size else {}) for r in rows]
     for one in given:
         results = pool.run("compare", size(one["layout"]), **one)
         differences.append(max(max(result["gradients"], result["rows"]) for result in results))
