@@ -14,7 +14,7 @@ from puna.stages.evaluation.likelihood import Encoder, batches
 from puna.stages.evaluation.question_scores import Asker
 from puna.stages.evaluation.task_file import load_task, task_files
 from puna.stages.executors import ranks
-from puna.stages.training.train import device
+from puna.stages.training.train import training_precision
 from puna.stages.verifiers.base import ScoringConfig
 from puna.storage import Artifact, PunaError, errors_at
 from puna.storage.work import write_text
@@ -63,7 +63,7 @@ class TaskWatch:
         training = model.training
         model.eval()
         config = BenchmarkConfig(examples=0, micro_batch_tokens=self.compute.micro_batch_tokens)
-        with whole(model), computing_in(model, self.compute.precision_on(device().type)):
+        with whole(model), computing_in(model, training_precision(self.compute, self.run)):
             bench = Bench(model, Engine(model, self.tokenizer), Encoder(self.tokenizer), self.scorers, config, self.run)
             results = [result for task in self.tasks for result in bench.measure(task)]
         model.train(training)

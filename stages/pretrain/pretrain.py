@@ -101,7 +101,7 @@ def pretrain(
 
     vocabulary = tokenizer_of(tokenizer)
     choice = None if size is None else ChosenSize.read(size)
-    config = config if choice is None else config.with_size(choice)
+    config = _as_begun(config if choice is None else config.with_size(choice), run)
     sources = _sources({"initial": tokens, "fresh": fresh, "long": long, "best": best}, config, tokenizer, vocabulary, run.scratch)
     packed = sources["initial"]
     if choice and choice.sequence_length != packed.row_length:
@@ -141,6 +141,14 @@ def pretrain(
     save_model(network, vocabulary, run.folder)
     assert isinstance(state, Path)
     _keep_moments(state, run.folder)
+
+
+def _as_begun(config: PretrainConfig, run: StageRun) -> PretrainConfig:
+    """Return the settings with one precision for all phases and what is measured beside them. A resumed run keeps its precision."""
+    from puna.models.training.loop import as_begun
+
+    compute = as_begun(config.compute, run.scratch / "phase-0")
+    return config.replace(compute=compute.replace(precision=compute.precision_on(device().type)))
 
 
 def _sources(

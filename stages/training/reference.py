@@ -42,6 +42,7 @@ class Reference:
         The model computes in the precision of training; otherwise ratios would contain bf16 rounding errors.
         """
         from puna.models.training.parallel.parallel import part_of
+        from puna.models.training.trainer import computing_in
 
         config = self._config
         if not config.preference.needs_reference:
@@ -52,9 +53,10 @@ class Reference:
         size, layout = config.training.compute.micro_batch_tokens, config.training.compute.layout
         precision = training_precision(config.training.compute, self._run)
         held = part_of(model, layout, ranks.mesh(layout), device(), None if precision == "fp32" else precision)
-        sums = sum_logprobs(
-            held, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
-        )
+        with computing_in(held.model, precision):  # after training, the pieces of a divided model are in fp32
+            sums = sum_logprobs(
+                held, [examples[i] for i in missing], config.mask_format, size, lambda done, total: self._run.progress(done, total, note)
+            )
         computed = dict(zip(missing, sums, strict=True))
         return [computed[i] if i in computed else [self._stored[name] for name in some] for i, some in enumerate(names)]
 

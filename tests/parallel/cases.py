@@ -287,6 +287,13 @@ def restored(
     return {"digest": digest.hexdigest()}
 
 
+def printed(members: Sequence[int], layout: dict[str, int], precision: Any) -> str:
+    """Return the fingerprint of a reference model, frozen in this precision."""
+    chosen = Layout(**layout)
+    held = part_of(network("deep"), chosen, Mesh(chosen, members), precision=precision)
+    return fingerprint(held, held.parameters | held.frozen)
+
+
 def grown(members: Sequence[int], layout: dict[str, int], lacking: int) -> list[str]:
     """Return the names of the moments that a rank did not adopt from whole ones without rows for the last `lacking` tokens."""
     chosen, generator = Layout(**layout), torch.Generator().manual_seed(3)
@@ -749,7 +756,7 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
-    "read_ratio": read_ratio, "passes": passes, "grown": grown, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
+    "read_ratio": read_ratio, "passes": passes, "printed": printed, "grown": grown, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
     "rolled": rolled, "silent": silent, "busy": busy, "failing": failing, "precision": precision, "listed": listed,
     "looped": looped, "remembered": remembered, "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -121,6 +121,8 @@ def test_the_state_is_cut_and_gathered_weights_are_counted_between_steps() -> No
     assert asking.bytes == pytest.approx((resting + 4) * count)
     many = estimate(CONFIG, replace(tiny, precision="fp32"), Layout(tensor=64), SHEET)
     assert many.bytes == pytest.approx((4 + 8) / 64 * count + 4 * (BUCKET + parameters(CONFIG).embedding), rel=1e-3)
+    frozen = replace(tiny, precision="fp32", moments=-4, whole=True)  # of adapters' base: no gradients, but the pieces stay beside the whole
+    assert estimate(CONFIG, frozen, Layout(tensor=64), SHEET).bytes == pytest.approx((4 / 64 + 4) * count, rel=1e-2)
     large = Work(rows=64, length=4096, micro_tokens=32_768)
     assert estimate(CONFIG, large, Layout(shard=8), SHEET).bytes == estimate(CONFIG, replace(large, whole=True), Layout(shard=8), SHEET).bytes
 

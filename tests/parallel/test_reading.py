@@ -67,14 +67,15 @@ def sent(given: dict[str, list[Artifact]]) -> dict[str, list[Any]]:
     ("distill", {"training": {"compute": {"layout": {"data": 4, "pipeline": 2}}}}),
     ("dpo", {"training": {"compute": {"layout": {"data": 4, "pipeline": 2, "virtual_stages": 2}}}}),
     ("dpo", {"training": {"compute": {"layout": {"data": 4, "shard": 2}, "precision": "bf16"}}}),
+    ("dpo", {"loss": "kto", "training": {"compute": {"layout": {"data": 4, "pipeline": 2}, "precision": "bf16"}}}),
     ("dpo", {"method": "lora", "lora": {"rank": 4, "loraplus_ratio": 8.0}, "training": {"compute": {"layout": {"shard": 4, "tensor": 2}}}}),
     ("grpo", {"method": "lora", "lora": {"rank": 4, "keep": True}, "compute": {"layout": {"data": 4, "pipeline": 2}}}),
-], ids=["dpo", "distill", "grpo", "grpo by stages", "distill by stages", "dpo by interleaved stages", "dpo by shards in bf16", "adapters of dpo", "adapters of grpo by stages"])  # fmt: skip
+], ids=["dpo", "distill", "grpo", "grpo by stages", "distill by stages", "dpo by interleaved stages", "dpo by shards in bf16", "kto by stages in bf16", "adapters of dpo", "adapters of grpo by stages"])  # fmt: skip
 def test_stages_whose_ranks_have_parts_write_the_log_of_one_process(
     ranks: Run, name: str, more: dict[str, Any], tmp_path: Path, store: Store, model: Callable[..., Artifact]  # noqa: F811
 ) -> None:
     given, stage = inputs(store, name, model(3, groups=2, layers=4), model(4, groups=2, layers=4)), REGISTRY[name]
-    config = CONFIGS[name] | {key: more[key] for key in ("method", "lora") if key in more}
+    config = CONFIGS[name] | {key: more[key] for key in ("method", "lora", "loss") if key in more}
     if precision := more.get("training", {}).get("compute", {}).get("precision"):
         config = config | {"training": config["training"] | {"compute": {"precision": precision}}}
     other = shutil.copytree(store.root, tmp_path / "other")

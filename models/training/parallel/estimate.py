@@ -156,7 +156,7 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
     if layout.axes <= {"data"}:
         return needed
-    resting = work.moments + (4 if work.precision == "fp32" else 6)
+    resting = max(0, work.moments) + (4 if work.precision == "fp32" else 6)  # below 0: frozen weights have no gradients either
     largest = max(counts.embedding, config.hidden_size * config.intermediate_size, counts.experts / config.num_hidden_layers * 2 / 3)
     gathered = counts.total if work.whole else min(counts.total, BUCKET + largest)
     return max(needed, resting * held / layout.shard + 4 * gathered)

@@ -54,14 +54,17 @@ def parallel(
 def part_of(
     model: Transformer, layout: Layout, mesh: Mesh | None = None, device: torch.device | None = None, precision: Precision | None = None
 ) -> Parallel:
-    """Return this rank's part of a model for inference in `precision` (None: fp32), or the whole model if it is not split."""
+    """Return this rank's frozen part of a model in `precision` (None: fp32). A model that is not split is returned whole, or as a copy."""
     if layout.parts(model.config) is None:
-        return alone(model if precision is None else copy.deepcopy(model).requires_grad_(False).to(DTYPES[precision]))
+        if precision is None:
+            return alone(model)
+        return Parallel(copy.deepcopy(model).requires_grad_(False).to(DTYPES[precision]), Mesh(Layout()), dtype=DTYPES[precision])
     if model.held is not None:
         return model.held
     held = parallel(model.requires_grad_(True), layout, mesh, device, precision or "fp32")
     for weight in held.model.requires_grad_(False).parameters():
         weight.data = weight.data.to(held.dtype) if type(weight) in PLAIN else weight.data  # FSDP2 rounds its own
+    held.parameters, held.frozen = {}, held.parameters | held.frozen
     return held
 
 
