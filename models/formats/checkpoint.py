@@ -28,12 +28,12 @@ from puna.models.transformer import Head, Transformer
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WRITTEN = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Names of dtypes in safetensors files, in the order in which a file holds its tensors."""
+DTYPES = {WRITTEN[dtype]: dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DERIVED = ".rotary_emb.inv_freq"  # end of names of tensors that old checkpoints hold, as Llama 2's, and that config.json determines
 
 
@@ -95,15 +95,18 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     part, missing = file.with_name(f".{file.name}.part"), set(order)
-    with part.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors:
-            out.seek(8 + len(text) + header[name]["data_offsets"][0])
-            out.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-            missing.remove(name)
-    if missing:
-        raise ValueError(f"{file}: the tensor {min(missing)} is missing")
-    os.replace(part, file)  # `tensors` may be mapped from the old file
+    try:
+        with part.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for name, tensor in tensors:
+                out.seek(8 + len(text) + header[name]["data_offsets"][0])
+                out.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                missing.remove(name)
+        if missing:
+            raise ValueError(f"{file}: the tensor {min(missing)} is missing")
+        os.replace(part, file)  # `tensors` may be mapped from the old file
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load(

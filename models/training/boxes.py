@@ -65,8 +65,8 @@ def read(
                     continue
                 piece = content.get_slice(name)
                 shape, box = _piece(index, file, name, piece.get_shape())
-                all_ = shape, tuple((0, size) for size in shape)
-                own_shape, own = all_ if wanted is None or name.startswith(WHOLE) else wanted[name]
+                entire = shape, tuple((0, size) for size in shape)
+                own_shape, own = entire if wanted is None or name.startswith(WHOLE) else wanted[name]
                 if tuple(own_shape) != shape:
                     raise ValueError(f"the saved training state does not fit: {name} is {shape} there, {tuple(own_shape)} in this model")
                 shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, own, strict=True)]

@@ -249,10 +249,8 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 
 
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
-    """Return id → quality (the larger of reward rank and the judge's points, 0 to 1) x (1 + difficulty).
-
-    A row with neither reward nor grade has quality 1; a row without a difficulty has difficulty 1.
-    """
+    """Return id → quality (the larger of reward rank and the judge's points, 0 to 1) x (1 + difficulty). A row with neither reward nor
+    grade has quality 1; a row without a difficulty has difficulty 1."""
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
     for row in rows:
@@ -263,10 +261,8 @@ def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | N
 
 
 def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQualityConfig) -> Any:
-    """Return a rule that samples `keep` rows without replacement, with probabilities proportional to their worth, and drops the rest.
-
-    Each row gets an exponential random number with rate `worth`, seeded by its id; the smallest win (Efraimidis and Spirakis 2006).
-    """
+    """Return a rule that samples `keep` rows without replacement, with probabilities proportional to their worth, and drops the rest. Each
+    row gets an exponential random number with rate `worth`, seeded by its id; the smallest win (Efraimidis and Spirakis 2006)."""
     if config.keep is None or len(rows) <= config.keep:
         return lambda row: None
     names = [row["id"] for row in rows]
@@ -335,10 +331,8 @@ def k_means(vectors: Vectors, clusters: int, generator: np.random.Generator, rou
 
 
 def greedy(vectors: Vectors, max_similarity: float) -> list[tuple[int, int, float]]:
-    """Return the near-duplicates that a greedy pass drops, as (index, index of the most similar kept vector, their cosine).
-
-    A vector is kept if its cosine to every vector kept so far is below `max_similarity`. Vectors are compared in blocks by matrix products.
-    """
+    """Return the near-duplicates that a greedy pass drops, as (index, index of the most similar kept vector, their cosine). A vector is
+    kept if its cosine to every vector kept so far is below `max_similarity`. Vectors are compared in blocks by matrix products."""
     indices = np.empty(len(vectors), np.int64)
     held = np.empty_like(vectors)
     count, left_out = 0, []

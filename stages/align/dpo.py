@@ -143,9 +143,7 @@ def _fit(
     config: DpoConfig, run: StageRun,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train on rows of examples and return the log. First compute the reference's log-probabilities of the examples that training uses.
-
-    `collated` packs rows into a batch. Each row is followed by the reference log-probabilities of its examples' answers.
-    """
+    `collated` packs rows into a batch. Each row is followed by the reference log-probabilities of its examples' answers."""
     from puna.models.training.packing import Sampler
 
     training, logprobs = config.training, dict[int, tuple[list[float], ...]]()
@@ -179,10 +177,8 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 
 
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Return each example's prompt with as many answers of other examples as it has itself; fewer if answers or tokens run out.
-
-    Answers are taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly once.
-    """
+    """Return each example's prompt with as many answers of other examples as it has itself; fewer if answers or tokens run out. Answers are
+    taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly once."""
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
     remaining: list[Example] = list(examples)

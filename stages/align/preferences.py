@@ -135,10 +135,8 @@ def _report(kept: list[Row], dropped: list[Row], run: StageRun) -> None:
 
 
 def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) -> Iterator[tuple[Row, Row]]:
-    """Yield up to `most` disjoint pairs of answers, each from two different models if several models answered.
-
-    Each pair comes from the two models with the most answers left, so that few answers stay unpaired.
-    """
+    """Yield up to `most` disjoint pairs of answers, each from two different models if several models answered. Each pair comes from the two
+    models with the most answers left, so that few answers stay unpaired."""
     piles: dict[str, list[Row]] = defaultdict(list)
     for answer in sorted(answers, key=lambda a: (a["model"], a["sample"])):
         piles[answer["model"]].append(answer)

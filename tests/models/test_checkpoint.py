@@ -225,4 +225,5 @@ def test_tensors_written_one_by_one_are_the_file_of_the_library(metadata: dict[s
     assert (tmp_path / "own").read_bytes() == (tmp_path / "library").read_bytes()
     with pytest.raises(ValueError, match="the tensor scalar is missing"):
         write_tensors(tmp_path / "own", empty, [one for one in tensors.items() if one[0] != "scalar"], metadata)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["library", "own"]
     assert (tmp_path / "own").read_bytes() == (tmp_path / "library").read_bytes()

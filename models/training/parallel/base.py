@@ -178,13 +178,17 @@ class Parallel:
             self.mesh.add_everywhere(flat.view(torch.int32))
         return whole
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's weights by name, each whole, from all ranks."""
+        return self.gather(self.pieces, {**self.parameters, **self.frozen})
+
     @torch.no_grad()
     def publish(self, dtype: torch.dtype | None = None) -> None:
         """Write the ranks' pieces into the whole model in `dtype` (None: fp32); do nothing if this rank trains the whole model."""
         if self.model is self.whole:
             return
         weights = dict(self.whole.named_parameters())
-        for name, value in self.gather(self.pieces, {**self.parameters, **self.frozen}):
+        for name, value in self.weights():
             if self._published:
                 weights[name].copy_(value)
             else:  # copying into weights that are mapped from a file would read all of them
@@ -262,5 +266,4 @@ def assemble(model: Transformer) -> None:
 
 def whole_weights(model: Transformer) -> Iterable[tuple[str, Tensor]]:
     """Return a model's weights by name. If the ranks hold them in pieces, all ranks must read them together, and none keeps them."""
-    held = model.held
-    return model.state_dict().items() if held is None else held.gather(held.pieces, {**held.parameters, **held.frozen})
+    return model.state_dict().items() if model.held is None else model.held.weights()

@@ -25,9 +25,7 @@ class Place(NamedTuple):
 
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
     """Return the location of the network given to `stage`: a model of this pipeline, or the Hugging Face folder given as the input `name`.
-
-    With `gguf`, the input may also be a GGUF file or a folder with one GGUF file. Raise PunaError unless exactly one has a network.
-    """
+    With `gguf`, the input may also be a GGUF file or a folder with one GGUF file. Raise PunaError unless exactly one has a network."""
     if model is not None and external is None:
         return Place(str(model.path()), own=True)
     if external is None or model is not None:

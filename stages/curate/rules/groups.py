@@ -25,9 +25,7 @@ Missing = Literal["drop", "keep"]
 @dataclass(frozen=True)
 class Drop:
     """Metadata that makes a configuration field the threshold of a rule: a document is dropped if `SIGNAL WHEN THRESHOLD` is true.
-
-    `missing`: the decision on a document whose signal is null (not measured).
-    """
+    `missing`: the decision on a document whose signal is null (not measured)."""
 
     signal: str
     when: Comparison
@@ -204,9 +202,7 @@ class NgramCoverageRules(RuleGroup):
 
 class NoticeRules(WebRules):
     """Rules against terms of use, privacy and cookie policies, and error notices in place of a page (JavaScript required, page not found).
-
-    The rules count phrases of terms and policies in seven European languages, and of notices in English. The thresholds are Puna's own.
-    """
+    The rules count phrases of terms and policies in seven European languages, and of notices in English. The thresholds are Puna's own."""
 
     max_legal: Share = above("legal_phrase_ratio", 0.04, "Maximum share of words in phrases of terms and policies, like `we may disclose`")
     max_notice: Share = above("notice_ratio", 0.5, "Maximum share of words in notices like `please enable javascript`")
@@ -236,9 +232,7 @@ Prose = Literal["gopher_repetition", "gopher_quality", "c4", "fineweb", "diverge
 
 class CodeReasoningRules(WebRules):
     """Rules for pages with code or reasoning (Llama 3, section 3.1.3), identified by code lines and by the scores of `code_reasoning`.
-
-    Rules for prose do not fit such pages, so the groups in `spared_by` skip them. The rules below apply only to such pages.
-    """
+    Rules for prose do not fit such pages, so the groups in `spared_by` skip them. The rules below apply only to such pages."""
 
     min_code_lines: int | None = Field(8, ge=1, description="Number of code lines from which a page counts; null: not used")
     min_code: Fraction | None = Field(None, description="Probability of code from which a page counts; null: not used")
