@@ -136,9 +136,8 @@ def offloaded_model(
 ) -> Offloaded:  # fmt: skip
     """Return the model in a folder, offloaded by `planner.choose` for `work`. `memory`: limit in GB, the draft included (None: most of the
     free memory). `step_tokens`: see `planner.choose`. Raise ValueError if no plan fits or `offload` does not suit the device."""
-    from puna.models.machine import free_memory
     from puna.models.memory.offload import Source, offload_layers
-    from puna.models.memory.planner import Rates, Shape, choose, measure
+    from puna.models.memory.planner import Rates, Shape, choose, free_memory, measure
 
     device, dtype = place
     if offload == "none" or (offload == "host" and device.type != "cuda"):

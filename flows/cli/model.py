@@ -255,8 +255,8 @@ def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> l
 
 def _mask(engine: Engine, file: Path) -> Mask:
     """Return a token mask that makes an answer follow the JSON schema in `file`. Raise PunaError if the schema cannot be used."""
-    from puna.models.bounds import read_object
     from puna.models.generation.grammar import Grammar
+    from puna.models.untrusted.bounds import read_object
 
     assert engine.tokenizer is not None
     with errors_at(str(file), ValueError, OSError):

@@ -14,6 +14,7 @@ from puna.flows.engine.plan import Expected, PlannedStep, plan_flow, plan_stage
 from puna.flows.engine.recipe import Recipe
 from puna.flows.html.markup import size
 from puna.models.config import ModelConfig
+from puna.models.parameters import matrix_parameters, parameters
 from puna.stages.contract import Stage, StageConfig, Value
 from puna.stages.conversations import prompt_ids
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
@@ -25,8 +26,7 @@ from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError, Store, errors_at
 
 if TYPE_CHECKING:
-    from puna.models.accounting import Precision
-    from puna.models.machine import Machine
+    from puna.models.accounting import Machine, Precision
     from puna.models.training.parallel.estimate import Estimate
 
 CPU_FLOPS = 1e20
@@ -73,8 +73,9 @@ def answering(stage: Stage, request: Request, place: str, gpu: str | None) -> li
 def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: str | None) -> dict[str, Any]:
     """Return the minimum costs of one model's answers to rows of prompts. Raise PunaError if not even one answer fits into memory."""
     from puna.models import accounting
+    from puna.models.accounting import data_sheet
     from puna.models.formats.checkpoint import read_config
-    from puna.models.machine import CPU_KEYS, USUAL_ANSWERS, data_sheet
+    from puna.models.generation.pages import CPU_KEYS, USUAL_ANSWERS
 
     shape, tokenizer, layout = read_config(model.path()), tokenizer_of(model), config.serving.layout
     parts = layout.tensor * layout.pipeline
@@ -86,7 +87,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     lengths = [len(prompt_ids(tokenizer, row)) for row in rows[:: -(-len(rows) // LOOKED_AT)]]
     longest, mean = max(lengths), sum(lengths) / len(lengths)
     machine, token = _machine(shape, longest, gpu), accounting.cache_bytes(shape, 1, precision) / parts
-    weights = accounting.ELEMENT_BYTES[precision] * accounting.parameters(shape).total / parts
+    weights = accounting.ELEMENT_BYTES[precision] * parameters(shape).total / parts
     own = int(config.serving.memory * 1e9) if config.serving.memory and config.serving.offload == "none" else None
     room = own or (int((data_sheet(gpu).memory - weights) / 2) if gpu else CPU_KEYS)
     each = token * (config.max_tokens + longest / config.answers)  # all answers to a prompt share its keys and values
@@ -98,7 +99,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     batch = math.ceil(at_once / layout.pipeline)
     operations, memory = accounting.decode_time(shape, batch, longest + config.max_tokens, machine, precision)
     seconds, together = max(operations, memory) / layout.tensor, at_once * layout.data
-    reading = len(rows) * mean * 2 * accounting.matrix_parameters(shape) / machine.matrix_flops / layout.processes
+    reading = len(rows) * mean * 2 * matrix_parameters(shape) / machine.matrix_flops / layout.processes
     steps = len(rows) * config.answers / together * config.max_tokens
     return {
         "model": model.id, "device": gpu or "this CPU", "layout": str(layout), "prompts": len(rows), "mean_prompt_tokens": mean,
@@ -176,7 +177,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
 
     config = shape(context)
     precision: Precision = training.compute.precision_on("cuda") if gpu else "fp32"
-    parameters, machine = accounting.parameters(config), _machine(config, context, gpu, precision)
+    counts, machine = parameters(config), _machine(config, context, gpu, precision)
     phases, read = [], 0
     for phase in training.phases:
         row = _context(recipe, phase, context) * phase.join_rows
@@ -184,8 +185,8 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
         read += phases[-1]["tokens"]
     return {
         "recipe": recipe.name,
-        "parameters": parameters.total,
-        "parameters_of_layers": parameters.layers,
+        "parameters": counts.total,
+        "parameters_of_layers": counts.layers,
         "tokens": sum(phase["tokens"] for phase in phases),
         "flops": sum(phase["flops"] for phase in phases),
         "cache_bytes_per_token": accounting.cache_bytes(config, 1, precision),
@@ -200,7 +201,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
 
 
 def _machine(config: ModelConfig, context: int, gpu: str | None, precision: Precision = "bf16") -> Machine:
-    from puna.models.machine import Machine
+    from puna.models.accounting import Machine
     from puna.models.memory.probe import measure
 
     if gpu is not None:
@@ -221,7 +222,7 @@ def _phase(
 ) -> dict[str, Any]:
     """Return the costs of one training phase. `before`: number of tokens trained before it; `row`: tokens per packed row."""
     from puna.models import accounting
-    from puna.models.machine import data_sheet
+    from puna.models.accounting import data_sheet
     from puna.models.training.parallel.estimate import Work, best_layouts
 
     precision: Precision = training.compute.precision_on("cuda") if gpu else "fp32"

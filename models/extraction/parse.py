@@ -6,12 +6,12 @@ import re
 from codecs import BOM_UTF8
 from typing import Any, NamedTuple
 
-from puna.models import bounded_process
-from puna.models.bounded_process import BYTES, CHARACTERS, LimitError, Process
 from puna.models.extraction.bounds import counts
 from puna.models.extraction.clean import plain
 from puna.models.extraction.scan import serialise
 from puna.models.extraction.technical import HINTS, rewrite_technical
+from puna.models.untrusted import bounded_process
+from puna.models.untrusted.bounded_process import BYTES, CHARACTERS, LimitError, Process
 
 FAILURES = (ValueError, RuntimeError)  # errors of the parser, and numbers out of range
 SECONDS, MEMORY = 10.0, 2 << 30

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from puna.models.forest import Forest
 from puna.models.formats.checkpoint import WEIGHTS, save
 from puna.models.formats.families import AWQ_ORDER
+from puna.models.layers import Attention, Linear
 from puna.models.tokens.tokenizer import Tokenizer
-from puna.models.transformer import Attention, Linear, Transformer, forest_attend, rotary_table
+from puna.models.transformer import Transformer, forest_attend, rotary_table
 
 GROUPS = (128, 64, 32)
 READ, LENGTH = 16, 512  # maximum pieces read from a text, and tokens per piece

@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from puna.models.bounds import check_sizes, read_object, weight_names
 from puna.models.config import ModelConfig
 from puna.models.formats.families import architecture, from_disk, hub_config, parse_config, spelled_out, to_disk
 from puna.models.formats.gguf.files import GgufFile
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Head, Transformer
+from puna.models.untrusted.bounds import check_sizes, read_object, weight_names
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

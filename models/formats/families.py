@@ -14,9 +14,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from puna.models.bounds import check_numbers
 from puna.models.config import LAYOUTS, Mla, ModelConfig, ModelType, RopeScaling
 from puna.models.settings import problems
+from puna.models.untrusted.bounds import check_numbers
 
 MODEL_TYPES = get_args(ModelType)
 SUFFIX = {"lm": "ForCausalLM", "scalar": "ForSequenceClassification"}

@@ -24,7 +24,8 @@ from puna.kernels.attention import ForestMask
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import INDEX, WEIGHTS, check_files
 from puna.models.formats.families import EXPERTS, architecture, hub_config, parse_config
-from puna.models.transformer import Attend, Block, Decoder, Head, Linear, Transformer, decode, forest_attend, softcap
+from puna.models.layers import Attend, Block, Linear
+from puna.models.transformer import Decoder, Head, Transformer, decode, forest_attend, softcap
 
 
 class PunaConfig(PreTrainedConfig):

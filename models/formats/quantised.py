@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from puna.kernels.quantized_linear import Kind, quantize_rows, quantized_linear, require_products
-from puna.models.transformer import Experts, Linear, Transformer
+from puna.models.layers import Experts, Linear
+from puna.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState

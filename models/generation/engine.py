@@ -25,13 +25,12 @@ from torch import Tensor
 
 from puna.kernels.exact import exact_passes
 from puna.models.generation.dense import loops
-from puna.models.generation.pages import PagePool
+from puna.models.generation.pages import PagePool, generation_room
 from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw
 from puna.models.generation.sampling_params import SamplingParams
 from puna.models.generation.schedule import Answer, Request, Scheduler
 from puna.models.generation.sinks import kept_tokens
 from puna.models.generation.step import Cache, Stretch, run
-from puna.models.machine import generation_room
 from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.models.transformer import Transformer
 

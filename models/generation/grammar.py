@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from puna.models.bounds import check_grammar
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.untrusted.bounds import check_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -26,7 +26,7 @@ from puna.kernels.operators import uses_triton, wide
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 from puna.models.config import Mla
 from puna.models.formats.quantised import QuantisedLinear
-from puna.models.transformer import LatentAttention, Linear, OverLatents
+from puna.models.layers import LatentAttention, Linear, OverLatents
 
 
 def new_latents(count: int, mla: Mla, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:

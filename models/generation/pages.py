@@ -8,6 +8,9 @@ keeps its predecessor in use, and paths are released from the end, so leaves are
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 
 from puna.kernels.paged_attention import PAGE
 
@@ -104,3 +107,31 @@ def _path(tokens: Sequence[int], pages: Sequence[int]) -> Iterator[Node]:
     """Yield the tree node of each whole page of `tokens`: (previous page, this page's tokens). `pages` may grow between two nodes."""
     for index in range(len(tokens) // PAGE):
         yield pages[index - 1] if index else -1, tuple(tokens[index * PAGE : (index + 1) * PAGE])
+
+
+class Room(NamedTuple):
+    """The limits of generation on a device: concurrent answers, tokens per step, bytes of keys and values."""
+
+    sequences: int
+    step_tokens: int
+    memory: int
+
+
+USUAL_ANSWERS = {"cpu": 64, "cuda": 256}
+"""Default number of concurrent answers, by device type."""
+USUAL_STEP = {"cpu": 2048, "cuda": 8192}
+"""Default tokens of a generation step, by device type."""
+CPU_KEYS = 1 << 30
+"""Default bytes of keys and values on a CPU; on a GPU half of the free memory."""
+
+
+def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:
+    """Return the given limits, with the device's defaults in place of None; raise ValueError for a limit below 1."""
+    if any(own is not None and own < 1 for own in (sequences, step_tokens, memory)):
+        raise ValueError(f"sequences, step_tokens and memory must be at least 1, not {sequences}, {step_tokens} and {memory}")
+    key_bytes = CPU_KEYS
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # memory that torch has cached
+        key_bytes = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    usual = Room(USUAL_ANSWERS[device.type], USUAL_STEP[device.type], key_bytes)
+    return Room(*(room if own is None else own for own, room in zip((sequences, step_tokens, memory), usual, strict=True)))

@@ -18,7 +18,8 @@ from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_atten
 from puna.models.generation.dense import Layers, Pass
 from puna.models.generation.latent import LatentPages, new_latents
 from puna.models.generation.sinks import Kept
-from puna.models.transformer import Attend, Transformer
+from puna.models.layers import Attend
+from puna.models.transformer import Transformer
 
 
 class Cache:

@@ -22,8 +22,9 @@ from puna.models.formats.checkpoint import CheckpointError, Entry, build, check_
 from puna.models.formats.families import from_disk
 from puna.models.generation.dense import Layers, Pass, fits
 from puna.models.generation.step import by_operators
+from puna.models.layers import Attend, Block
 from puna.models.memory.streams import Buffer, Layout, Loader, Reader
-from puna.models.transformer import Attend, Block, Transformer
+from puna.models.transformer import Transformer
 
 Level = Literal["host", "disk"]
 LAYERS = "model.layers."

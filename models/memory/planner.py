@@ -7,18 +7,19 @@ Answers and weights compete for memory, so each division of memory is rated by i
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from puna.kernels.exact import exact_passes
 from puna.kernels.paged_attention import PAGE
-from puna.models.accounting import Precision, cache_bytes, forward_flops
+from puna.models.accounting import Precision, best_seconds, cache_bytes, forward_flops
 from puna.models.config import ModelConfig
-from puna.models.machine import best_seconds
 from puna.models.memory import Work
 from puna.models.memory.offload import Level, Shell, Source
 from puna.models.memory.streams import Buffer
@@ -206,3 +207,15 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
 
     return best_seconds(call, time.perf_counter, tries=3, seconds=0)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that a model may take by default: nine tenths of a GPU's free memory, or four fifths of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 9 // 10
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: half of the physical memory
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return free * 4 // 5

@@ -13,9 +13,10 @@ from puna.kernels.attention import ForestMask, attention
 from puna.kernels.linear import product
 from puna.kernels.swiglu import swiglu
 from puna.models import accounting
+from puna.models.accounting import Clock, Machine, best_seconds
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.machine import Clock, Machine, best_seconds
+from puna.models.parameters import matrix_parameters, parameters
 from puna.models.transformer import Transformer
 
 PROBE_PARAMETERS = 100_000_000
@@ -57,7 +58,7 @@ def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Cl
     layers = min(2, config.num_hidden_layers)
     small = config.replace(num_hidden_layers=layers, sliding_layers=None, sliding_window=None, model_type="")
     rows, inner = 1024, config.intermediate_size
-    if accounting.parameters(small).total > PROBE_PARAMETERS:
+    if parameters(small).total > PROBE_PARAMETERS:
         x, w, g = (torch.ones(*shape) for shape in ((rows, config.hidden_size), (inner, config.hidden_size), (rows, inner)))
         seconds = sum(best_seconds(f, clock) for f in (lambda: product(x, w), lambda: product(g, w.T), lambda: torch.mm(g.T, x)))
         return 3 * 2 * rows * w.numel() / seconds
@@ -74,4 +75,4 @@ def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Cl
 
     other = accounting.step_time(small, lengths, replace(machine, matrix_flops=math.inf), update=False)
     remaining = max(best_seconds(train, clock) - other.total, 1e-9)
-    return 6 * accounting.matrix_parameters(small) * len(tokens) / remaining
+    return 6 * matrix_parameters(small) * len(tokens) / remaining

@@ -17,8 +17,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from puna.models import bounded_process
-from puna.models.bounded_process import LimitError, Process
+from puna.models.untrusted import bounded_process
+from puna.models.untrusted.bounded_process import LimitError, Process
 
 Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas of functions
 Message = Mapping[str, Any]  # one turn: `role`, `content`, and other keys that the template reads (`tool_calls`, `reasoning_content`, …)

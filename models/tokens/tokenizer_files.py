@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from puna.models.bounds import read_object
 from puna.models.tokens.tokenizer_trial import Trial, unknown
 from puna.models.tokens.vocabulary import with_tokens
+from puna.models.untrusted.bounds import read_object
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that have a name; a chat template may use them."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from puna.models import bounded_process
-from puna.models.bounded_process import SECONDS, LimitError, Process
+from puna.models.untrusted import bounded_process
+from puna.models.untrusted.bounded_process import SECONDS, LimitError, Process
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

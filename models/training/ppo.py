@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from puna.kernels.advantages import advantages
 from puna.kernels.exact import can_be_exact, exact_passes
-from puna.models.machine import DTYPES
+from puna.models.accounting import DTYPES
 from puna.models.training.loop import Row, Trainer, TrainLog, as_begun, check_skips, fingerprint, progress
 from puna.models.training.objectives.base import Targets, sum_segments
 from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_advantages, step_advantages, token_values, whiten

@@ -181,7 +181,7 @@ class ComputeSettings(Settings):
     def precision_on(self, device: str) -> Literal["fp32", "bf16"]:
         if self.precision in ("fp32", "bf16"):
             return self.precision
-        from puna.models.machine import bf16_pays
+        from puna.models.accounting import bf16_pays
         from puna.models.training.parallel.mesh import measured_by_rank_0
 
         return "bf16" if device == "cuda" or (self.precision == "fastest" and measured_by_rank_0("bf16_pays", bf16_pays)) else "fp32"

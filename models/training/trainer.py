@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from puna.kernels.adamw import clipping_factor
 from puna.kernels.operators import PLAIN, deterministic
 from puna.models import accounting
+from puna.models.accounting import DTYPES, Precision
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.machine import DTYPES, Precision
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer
 from puna.models.training.packing import Later
 from puna.models.training.parallel.base import Parallel, Part, Piece

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pydantic import Field
 
-from puna.models.bounded_process import LimitError
 from puna.models.extraction.clean import MISREAD, WIDE_MARKS, clean_text, clean_texts, decode, plain, utf8
 from puna.models.extraction.model import content, load
 from puna.models.extraction.parse import FAILURES, Parsed, ParseError, parse
 from puna.models.extraction.scan import read_pages
 from puna.models.extraction.write import texts_of
+from puna.models.untrusted.bounded_process import LimitError
 from puna.stages.contract import MACHINE_ERRORS, Pages, StageConfig, StageRun, stage
 from puna.storage.schemas import table_schema
 

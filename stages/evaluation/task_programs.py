@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 
-from puna.models import bounded_process
-from puna.models.bounded_process import LimitError, Process
+from puna.models.untrusted import bounded_process
+from puna.models.untrusted.bounded_process import LimitError, Process
 from puna.storage import PunaError, errors_at
 
 Row = Mapping[str, Any]

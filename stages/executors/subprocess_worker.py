@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from puna.models import bounded_process
-from puna.models.bounded_process import LimitError, Process
+from puna.models.untrusted import bounded_process
+from puna.models.untrusted.bounded_process import LimitError, Process
 from puna.stages import plugins
 
 Work = Callable[[dict[str, Any]], dict[str, Any]]

@@ -160,7 +160,7 @@ def _family(base: ModelShape) -> Iterator[ModelShape]:
 def _seconds(shape: ModelConfig, row: int, gpu: str | None) -> float:
     """Return the training seconds per token, from a GPU's data sheet or from matrix products measured on this CPU."""
     from puna.models import accounting
-    from puna.models.machine import Machine, matrix_rate
+    from puna.models.accounting import Machine, matrix_rate
 
     if gpu is None:
         return accounting.training_flops(shape, [row]) / row / matrix_rate()

@@ -51,8 +51,8 @@ def _merge(network: Transformer, folder: Path, model: Artifact, uri: str) -> tup
     from peft import PeftConfig, PeftModel
     from safetensors import SafetensorError
 
-    from puna.models.bounds import ADAPTER_BYTES, check_adapter, read_object
     from puna.models.formats.hub import PunaForCausalLM, PunaForSequenceClassification
+    from puna.models.untrusted.bounds import ADAPTER_BYTES, check_adapter, read_object
 
     kind = PunaForCausalLM if network.head == "lm" else PunaForSequenceClassification
     try:

@@ -349,7 +349,7 @@ def _finish(model: Transformer, watch: Watch, run: StageRun) -> None:
     log = watch.log
     run.write_rows([{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log], "training_log")
     tokens, seconds = sum(row["tokens"] for row in log), sum(row["seconds"] for row in log)
-    costs = accounting.parameters(model.config)
+    costs = parameters(model.config)
     rate = ranks.count() * accounting.matrix_rate() if device().type == "cpu" else None
     run.metric("parameters", costs.total)
     run.metric("parameters_without_embeddings", costs.layers)

@@ -14,7 +14,7 @@ from puna.storage import Artifact
 if TYPE_CHECKING:
     import torch
 
-    from puna.models.machine import Precision
+    from puna.models.accounting import Precision
     from puna.models.training.objectives import Targets
     from puna.models.training.parallel.base import Parallel
     from puna.models.transformer import Transformer

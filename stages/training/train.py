@@ -26,7 +26,7 @@ from puna.storage import Artifact, PunaError, errors_at
 if TYPE_CHECKING:
     import torch
 
-    from puna.models.machine import Precision
+    from puna.models.accounting import Precision
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
     from puna.stages.evaluation.training_tasks import TaskWatch

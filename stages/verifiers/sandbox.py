@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from puna.models.bounded_process import CLOCK
+from puna.models.untrusted.bounded_process import CLOCK
 from puna.stages.verifiers import sandbox_calls, sandbox_inside, sandbox_program, sandbox_tester, sandbox_wire
 from puna.storage import PunaError
 

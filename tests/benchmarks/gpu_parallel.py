@@ -46,8 +46,8 @@ from torch import Tensor  # noqa: E402
 
 from puna.kernels.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from puna.kernels.linear_token_logprobs import linear_token_logprobs  # noqa: E402
+from puna.models.accounting import DTYPES  # noqa: E402
 from puna.models.config import ModelConfig  # noqa: E402
-from puna.models.machine import DTYPES  # noqa: E402
 from puna.models.training.objectives import LanguageModeling  # noqa: E402
 from puna.models.training.objectives.base import Targets  # noqa: E402
 from puna.models.training.parallel import collectives, vocabulary  # noqa: E402

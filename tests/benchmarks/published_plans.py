@@ -12,9 +12,8 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from puna.models.accounting import forward_flops
+from puna.models.accounting import GPUS, forward_flops
 from puna.models.config import ModelConfig
-from puna.models.machine import GPUS
 from puna.models.training.parallel.estimate import REACHED, Estimate, Work, estimate
 from puna.models.training.parallel.layout import AXES, Layout
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from puna.models import accounting, machine
+from puna.models import accounting
+from puna.models.accounting import Machine
 from puna.models.config import Mla, ModelConfig, Moe
 from puna.models.forest import Forest
-from puna.models.machine import Machine
 from puna.models.transformer import Transformer
 
 LLAMA = {
@@ -217,11 +217,11 @@ def test_the_ceiling_is_the_fastest_routine_by_cpu_time_on_all_threads(monkeypat
 
         return run
 
-    monkeypatch.setattr(machine, "product", routine(2.0))
+    monkeypatch.setattr(accounting, "product", routine(2.0))
     monkeypatch.setattr(torch, "mm", routine(8.0))
     monkeypatch.setattr(time, "process_time", lambda: spent["now"])
     monkeypatch.setattr(time, "perf_counter", lambda: spent["wall"])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if spent.get("one") else 3)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: spent.update(one=float(count == 1)))
-    assert machine.matrix_rate(10, 1.0) == 3 * 2 * 10**3 / 2.0
+    assert accounting.matrix_rate(10, 1.0) == 3 * 2 * 10**3 / 2.0
     assert torch.get_num_threads() == 3

@@ -12,8 +12,9 @@ from puna.models.forest import Forest
 from puna.models.formats.quantised import QuantisedLinear, quantise
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.dense import loops
+from puna.models.layers import Linear
 from puna.models.training.objectives.base import Targets
-from puna.models.transformer import Linear, Transformer
+from puna.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=83, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
 

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from puna.models.accounting import bf16_pays
 from puna.models.config import ModelConfig
-from puna.models.machine import bf16_pays, generation_room
+from puna.models.generation.pages import generation_room
 from puna.models.training import objectives as o
 from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, train, weights_digest
 from puna.models.training.optimizers import base
@@ -314,10 +315,10 @@ def test_a_training_goes_on_in_the_precision_that_it_was_begun_in(monkeypatch: p
 
     # As if the machine were busy when the second process starts.
     fastest = TrainConfig(**nested(precision="fastest", **settings))
-    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
+    monkeypatch.setattr("puna.models.accounting.bf16_pays", lambda: True)
     with pytest.raises(Stop):
         train(model(), o.LanguageModeling(), batches, fastest, 0, tmp_path, 1, stop)
-    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
+    monkeypatch.setattr("puna.models.accounting.bf16_pays", lambda: False)
     log = train(parted, o.LanguageModeling(), batches, fastest, 0, tmp_path)
     assert [row["precision_bits"] for row in log] == [16] * 4
     assert weights_digest(parted) == weights_digest(whole)
@@ -329,7 +330,7 @@ def test_precision_follows_the_device_and_where_asked_what_pays(monkeypatch: pyt
 
     assert (on("auto"), on("fp32"), on("bf16")) == (["bf16", "fp32"], ["fp32"] * 2, ["bf16"] * 2)
     for pays, expected in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr("puna.models.machine.matrix_rate", lambda *given, pays=pays: 2.0 if (torch.bfloat16 in given) == pays else 1.0)
+        monkeypatch.setattr("puna.models.accounting.matrix_rate", lambda *given, pays=pays: 2.0 if (torch.bfloat16 in given) == pays else 1.0)
         bf16_pays.cache_clear()
         assert on("fastest") == ["bf16", expected]
     bf16_pays.cache_clear()

@@ -33,6 +33,7 @@ from puna.models.formats.quantised import to_nf4
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.sampling import RowError
 from puna.models.generation.step import Cache
+from puna.models.layers import Block
 from puna.models.serving import engine_of
 from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
@@ -50,7 +51,7 @@ from puna.models.training.rollouts import Rollouts, Sampled, Source
 from puna.models.training.settings import ComputeSettings, GrpoSettings, LoraSettings, PpoSettings, TrainConfig
 from puna.models.training.state import cached_json, load_state, newest_first
 from puna.models.training.trainer import TIMED, Trainer
-from puna.models.transformer import Block, Transformer
+from puna.models.transformer import Transformer
 
 from .features import ADAPTERS, MODELS, PLAIN, WITH_SCALARS, micro_batches, objective_of
 from .features import MOE as MOE
@@ -708,7 +709,7 @@ def failing(members: Sequence[int]) -> str:
 
 def precision(members: Sequence[int]) -> str:
     """Return the precision of a rank whose own measurement differs from the other rank's."""
-    with mock.patch("puna.models.machine.bf16_pays", lambda: dist.get_rank() == 0), mock.patch("puna.models.training.parallel.mesh.together", True):
+    with mock.patch("puna.models.accounting.bf16_pays", lambda: dist.get_rank() == 0), mock.patch("puna.models.training.parallel.mesh.together", True):
         return ComputeSettings(precision="fastest").precision_on("cpu")
 
 

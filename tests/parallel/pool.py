@@ -85,7 +85,7 @@ def serve(sockets: list[socket.socket]) -> None:
     import tests.parallel.stage_jobs
 
     torch.set_num_threads(1)
-    from puna.models.machine import peak_flops
+    from puna.models.accounting import peak_flops
 
     peak_flops("cpu")
     tests.parallel.cases.one_process("language and kto", "plain", (2, 3), ())

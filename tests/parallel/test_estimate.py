@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from puna.models.accounting import optimizer_bytes, state_bytes, step_time
+from puna.models.accounting import GPUS, Machine, optimizer_bytes, state_bytes, step_time
 from puna.models.config import ModelConfig
-from puna.models.machine import GPUS, Machine
 from puna.models.parameters import parameters
 from puna.models.training.parallel.estimate import NODE, REACHED, Work, best_layouts, estimate, layouts
 from puna.models.training.parallel.layout import AXES, BUCKET, PROVED, Layout

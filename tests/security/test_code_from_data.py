@@ -91,7 +91,7 @@ def test_a_tenth_of_imported_prompts_is_held_out(tmp_path: Path) -> None:
 
 
 PICKLES = {
-    "stages/executors/worker.py", "stages/curate/signals/user_signals.py", "models/bounded_process.py",  # a process and its own child or worker
+    "stages/executors/worker.py", "stages/curate/signals/user_signals.py", "models/untrusted/bounded_process.py",  # a process and its own child or worker
     "kernels/cpu/numba_cache.py",  # compiled loops, read only from files that only this user can have written
 }  # fmt: skip
 

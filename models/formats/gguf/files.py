@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from puna.models.bounds import check_sizes
 from puna.models.config import ModelConfig
 from puna.models.formats.families import parse_config
 from puna.models.formats.gguf.layout import EXPERT_FIELDS, FIELDS, config_fields, from_state, raw_config, to_state
 from puna.models.formats.gguf.vocabulary import SAMPLING, read_tokenizer, tokenizer_fields
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.untrusted.bounds import check_sizes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # `general.file_type` of a file whose matrices have this dtype
 ELEMENTS = 1 << 21

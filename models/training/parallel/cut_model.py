@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from puna.kernels.dense_layers import Parts
 from puna.kernels.linear import linear
 from puna.models.forest import Forest
+from puna.models.layers import Attend, Block, Embedding, Experts, Linear, MoeMLP
 from puna.models.training.parallel import vocabulary
 from puna.models.training.parallel.base import Piece
 from puna.models.training.parallel.collectives import add_gradients, add_parts, exchange_rows, gather_rows, own_rows, scatter_rows
 from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
 from puna.models.training.parallel.vocabulary import Share
-from puna.models.transformer import Attend, Block, Decoder, Embedding, Experts, Linear, MoeMLP, Transformer, forest_attend, softcap
+from puna.models.transformer import Decoder, Transformer, forest_attend, softcap
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism splits along the outputs (linear layers) or along the vocabulary."""

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from puna.models.accounting import Precision, activation_bytes, optimizer_bytes, state_bytes, step_time
+from puna.models.accounting import DataSheet, Machine, Precision, activation_bytes, optimizer_bytes, state_bytes, step_time
 from puna.models.config import ModelConfig
-from puna.models.machine import DataSheet, Machine
 from puna.models.parameters import parameters
 from puna.models.training.parallel.layout import AXES, BUCKET, PROVED, Layout
 

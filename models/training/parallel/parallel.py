@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from puna.kernels.operators import PLAIN
+from puna.models.accounting import DTYPES, Precision
 from puna.models.config import ModelConfig
-from puna.models.machine import DTYPES, Precision
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.context import Cut
 from puna.models.training.parallel.cut_model import place

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from puna.models.forest import Forest
+from puna.models.layers import Attend
 from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Compute, Parallel, Part, Piece, Values
 from puna.models.training.parallel.cut_model import place, without_values
 from puna.models.training.parallel.mesh import Mesh
-from puna.models.transformer import Attend, Transformer, decode, forest_attend
+from puna.models.transformer import Transformer, decode, forest_attend
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "model.norm."
 

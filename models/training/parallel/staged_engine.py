@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from puna.models.generation.engine import Engine, Event
+from puna.models.generation.pages import generation_room
 from puna.models.generation.sampling import Drawn, RowError
 from puna.models.generation.schedule import Answer, Request
-from puna.models.machine import generation_room
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.mesh import cut

@@ -48,11 +48,11 @@ def killed_and_resumed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[A
                 if when(done, note):
                     raise KeyboardInterrupt
 
-        monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
+        monkeypatch.setattr("puna.models.accounting.bf16_pays", lambda: True)
         whole = execute(stage, config, given, stores[0])
         with pytest.raises(KeyboardInterrupt):
             execute(stage, config, given, stores[1], listener=Killer())
-        monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
+        monkeypatch.setattr("puna.models.accounting.bf16_pays", lambda: False)
         return whole, execute(stage, config, given, stores[1])
 
     return run

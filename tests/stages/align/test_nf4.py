@@ -59,7 +59,7 @@ def both(store: Store, start: Artifact) -> tuple[Artifact, Artifact]:
 def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
     """Blocks of 64 numbers, each divided by its largest; the scales are quantised to 8 bits, so they are slightly off."""
     from puna.models.formats.quantised import Nf4Linear
-    from puna.models.transformer import Linear
+    from puna.models.layers import Linear
 
     linear = Linear(64, 32)
     linear.weight.data = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 0.1
@@ -78,7 +78,7 @@ def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
 @nf4
 def test_products_and_gradients_are_those_of_the_unpacked_matrix() -> None:
     from puna.models.formats.quantised import Nf4Linear
-    from puna.models.transformer import Linear
+    from puna.models.layers import Linear
 
     linear = Linear(128, 64, bias=True)
     generator = torch.Generator().manual_seed(1)

@@ -15,10 +15,10 @@ import torch
 from fastapi.testclient import TestClient
 
 from puna.flows.web import application
-from puna.models import bounded_process
 from puna.models.formats.checkpoint import load, save
 from puna.models.generation import Completion
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.untrusted import bounded_process
 from puna.stages import plugins
 from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.contract import Model, SeededConfig, StageRun, execute, stage

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from puna.models.bounded_process import Process
 from puna.models.extraction import parse
 from puna.models.extraction.clean import DOUBTFUL, MISREAD, clean_text, clean_texts, decode, plain, repair
 from puna.models.extraction.parse import MAX_OPTIONS
 from puna.models.extraction.scan import read_pages
+from puna.models.untrusted.bounded_process import Process
 from puna.stages.contract import execute
 from puna.stages.curate import extract as extract_module
 from puna.stages.curate.extract import ExtractConfig, Unreadable, extract, page_text

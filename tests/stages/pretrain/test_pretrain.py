@@ -73,7 +73,7 @@ def test_learns_and_tells_the_truth_about_it(store, given) -> None:
 
 def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine so busy, once the run goes on, that bf16 is not faster."""
-    monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: True)
+    monkeypatch.setattr("puna.models.accounting.bf16_pays", lambda: True)
     settings = config(compute={"precision": "fastest"}, phases=(config().phases[0], Phase(name="long", steps=9, rows_per_step=1, join_rows=2, schedule={"warmup_steps": 2})))
     whole = execute(pretrain, settings, given, store)
     expected = whole.path("model.safetensors").read_bytes()
@@ -100,7 +100,7 @@ def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.Mo
     for _ in range(4):
         with pytest.raises(KeyboardInterrupt):
             execute(pretrain, settings, given, other)
-        monkeypatch.setattr("puna.models.machine.bf16_pays", lambda: False)
+        monkeypatch.setattr("puna.models.accounting.bf16_pays", lambda: False)
     made = execute(pretrain, settings, given, other)
     assert len(calls) < 69 + 4 * 8
     assert made.path(FILE).read_bytes() == whole.path(FILE).read_bytes()

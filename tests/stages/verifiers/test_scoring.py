@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from puna.models import bounded_process
+from puna.models.untrusted import bounded_process
 from puna.stages import plugins
 from puna.stages.contract import StageConfig, StageRun, execute, stage
 from puna.stages.conversations import asking

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from puna.models import bounded_process
-from puna.models.bounded_process import LimitError, Process
+from puna.models.untrusted import bounded_process
+from puna.models.untrusted.bounded_process import LimitError, Process
 
 LAYERS = 1 << 14  # maximum layers of a model
 JSON_BYTES = 1 << 26  # maximum bytes of a configuration or an index
