@@ -33,7 +33,6 @@ CPU_CHUNK = 1 << 16  # elements that one thread updates at a time
 
 
 def gradient_norm_reference(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the square root of the sum of all elements' squares, a scalar."""
     return torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
 
 

@@ -31,7 +31,6 @@ def exact() -> bool:
 
 
 def can_be_exact(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if passes can be exact: in fp32 on a CPU, with the package numba."""
     return dtype == torch.float32 and device.type == "cpu" and has_numba()
 
 

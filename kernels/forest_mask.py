@@ -257,7 +257,6 @@ def _tile_layout(tiles: Sequence[Tile], device: torch.device) -> list[Tensor]:
 
 
 def unpack_tiles(layout: list[Tensor]) -> Iterator[Tile]:
-    """Yield the tiles of a `tile_layout`."""
     table, keys, biases = layout
     for start, stop, first, count, masked, key_at, bias_at in table.tolist():
         bias = biases[bias_at : bias_at + (stop - start) * masked].view(stop - start, masked) if masked else None

@@ -51,7 +51,6 @@ def fake_gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tu
 
 
 def fake_rows(x_ND: Tensor, count: int) -> list[Tensor]:
-    """Return `count` empty vectors with one number per row, for tracing."""
     return [x_ND.new_empty(x_ND.shape[0], dtype=wide(x_ND.dtype)) for _ in range(count)]
 
 

@@ -36,13 +36,11 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 @strict_jit
 def _silu_times(gate: Any, up: Any) -> Any:
-    """Return silu(gate) * up for vectors of sixteen fp32 numbers."""
     return times(over(gate, add(fill(np.float32(1)), exp(minus(fill(np.float32(0)), gate)))), up)
 
 
 @strict_jit
 def swiglu_row(width: int, gate: Address, up: Address, y: Address) -> None:
-    """Write silu(gate) * up of one row to y."""
     for i in range(0, width, LANES):
         store_first(y + 4 * i, _silu_times(load_first(gate + 4 * i, width - i), load_first(up + 4 * i, width - i)), width - i)
 

@@ -75,7 +75,6 @@ class ServingSettings(Settings):
 
     @property
     def window_arguments(self) -> dict[str, Any]:
-        """Return the engine's arguments `sinks` and `window`; empty without a window."""
         return {} if self.window is None else {"sinks": self.sinks, "window": self.window}
 
     def unmet(self, where: str) -> list[str]:

@@ -157,7 +157,6 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Set all weights to their `initial_values`."""
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_values(self.config, seed, name, parameter.shape))
 

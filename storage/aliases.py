@@ -134,7 +134,6 @@ def is_pointer(name: str) -> bool:
 
 
 def pointer(data: dict[str, str]) -> bytes:
-    """Return the content of a pointer file: JSON with a checksum."""
     return json.dumps(data | {"checksum": _checksum(data)}).encode() + b"\n"
 
 

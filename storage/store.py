@@ -148,7 +148,6 @@ class Store:
         return artifacts[0]
 
     def check(self, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:
-        """Check an artifact for damage and return it; see `damage.check`."""
         return damage.check(self.files, artifact, read, whole=whole)
 
     def quarantine(self, artifact: Artifact) -> str | None:
@@ -206,7 +205,6 @@ class Store:
 
     @property
     def project(self) -> str:
-        """Return the project in which aliases without a project are looked up and set."""
         return self._aliases.project
 
     def within(self, project: str | None) -> Store:
@@ -241,7 +239,6 @@ class Store:
         return artifact
 
     def set_alias(self, name: str, artifact: Artifact, expected: str | None = None) -> str:
-        """Point an alias at an artifact and return the alias (see `Aliases.set`)."""
         with explain_write_errors(self.uri):
             return self._aliases.set(name, artifact, expected)
 

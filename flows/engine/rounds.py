@@ -201,7 +201,6 @@ def save_trigger(store: Store, trigger: Trigger) -> None:
 
 
 def human_preferences(store: Store) -> Artifact | None:
-    """Return the human preferences, the artifact of `judged@latest`; None without this alias."""
     return store.alias(ALIAS) if ALIAS in store.aliases() else None
 
 

@@ -263,7 +263,6 @@ def _here(name: str) -> bool:
 
 
 def _netloc(url: str) -> str | None:
-    """Return host and port of a URL; None if it has none."""
     try:
         return urlsplit(url).netloc.lower() or None
     except ValueError:

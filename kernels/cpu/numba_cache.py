@@ -210,7 +210,6 @@ def folder(root: Path) -> Path:
 
 @cache
 def processor() -> str:
-    """Return the name of the processor that loops are compiled for."""
     return str(numba.config.CPU_NAME or get_host_cpu_name())
 
 

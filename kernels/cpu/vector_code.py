@@ -39,12 +39,10 @@ def operation(result: Any, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def constant(value: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
-    """Return a constant vector with `value` in all lanes."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def spread(builder: Any, value: Any, lanes: int = LANES) -> Any:
-    """Return `value` broadcast to a vector of `lanes` lanes."""
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, value, INT32(0))
     return builder.shuffle_vector(first, undefined, constant(0, ir.VectorType(INT32, lanes)))
@@ -71,7 +69,6 @@ def store(builder: Any, value: Any, address: Any, align: int = 4) -> None:
 
 
 def first_lanes(builder: Any, count: Any, kind: ir.VectorType = VECTOR) -> Any:
-    """Return a mask of the first `count` lanes."""
     lane = BYTE if kind.element == BYTE else INT32
     lanes = ir.Constant(ir.VectorType(lane, kind.count), list(range(kind.count)))
     return builder.icmp_signed("<", lanes, spread(builder, builder.trunc(count, lane), kind.count))
@@ -120,14 +117,12 @@ class Sums:
         self.places = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns)]
 
     def multiply(self, left: list[Any], right: list[Any], product: Callable[[Any, Any, Any], Any]) -> None:
-        """Set sum[i, j] = product(left[i], right[j], sum[i, j])."""
         for number, place in enumerate(self.places):
             i, j = divmod(number, self.columns)
             self.builder.store(product(left[i], right[j], self.builder.load(place)), place)
 
     @property
     def rows(self) -> list[list[Any]]:
-        """Return the sums, row by row."""
         values = [self.builder.load(place) for place in self.places]
         return [values[first : first + self.columns] for first in range(0, len(values), self.columns)]
 

@@ -64,14 +64,12 @@ CACHE_LINE = 64  # bytes
 
 @strict_jit
 def prefetch_bytes(address: Address, size: int) -> None:
-    """Prefetch the `size` bytes at an address."""
     for offset in range(0, size, CACHE_LINE):
         prefetch(address + offset)
 
 
 @operation(types.void, address, vector)
 def store(builder: Any, address: Any, value: Any) -> None:
-    """Write sixteen numbers to an address."""
     llvm.store(builder, value, address)
 
 
@@ -103,13 +101,11 @@ def store_first(builder: Any, address: Any, value: Any, count: Any) -> None:
 
 @operation(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a b + c, rounded once."""
     return llvm.call(builder, "fma", a, b, c)
 
 
 @operation(vector, vector)
 def root(builder: Any, a: Any) -> Any:
-    """Return the square root of a."""
     return llvm.call(builder, "sqrt", a)
 
 
@@ -121,7 +117,6 @@ def higher(builder: Any, a: Any, b: Any) -> Any:
 
 @operation(number, vector, types.intp)
 def lane(builder: Any, a: Any, index: Any) -> Any:
-    """Return the number in lane `index`."""
     return builder.extract_element(a, builder.trunc(index, llvm.INT32))
 
 

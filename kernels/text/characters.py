@@ -99,7 +99,6 @@ def tables() -> Tables:
 
 
 def code_points(text: str) -> NDArray[np.uint32]:
-    """Return the code points of `text`, uint32[len(text)]."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 

@@ -71,7 +71,6 @@ def hints(data: U8, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def hints_of(text: str) -> int:
-    """Return the `Hint`s of one text."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     return int(hints(data, readonly(np.array([0, len(data)])))[0])
 

@@ -26,7 +26,6 @@ class Words:
             rare[:] = sorted(range(len(word)), key=lambda place, word=word: -(COMMON.find(word[place]) % 256))[:2]  # type: ignore[misc]
 
     def any_in(self, text: bytes) -> bool:
-        """True if one of the words occurs in `text`."""
         return bool(_any_in(np.frombuffer(text, np.uint8), self._words, self._lengths, self._rare))
 
 

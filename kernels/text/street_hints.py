@@ -112,7 +112,6 @@ def _begins_name(byte: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _begins(data: U8, at: int, last: int, words: U8) -> bool:
-    """True if one of the words is at the beginning of data[at:last]."""
     for w in range(len(words)):
         size = np.int64(words[w, 0])
         if size <= last - at and data[at] == words[w, 1]:
@@ -126,7 +125,6 @@ def _begins(data: U8, at: int, last: int, words: U8) -> bool:
 
 @njit(cache=True, borrows=True)
 def _ends(data: U8, first: int, stop: int, words: U8) -> bool:
-    """True if one of the words is at the end of data[first:stop]."""
     for w in range(len(words)):
         size = np.int64(words[w, 0])
         if size <= stop - first and data[stop - 1] == words[w, size]:

@@ -285,7 +285,6 @@ def _join_words(
 
 
 def split(text: str) -> list[str]:
-    """Return the words of `text` as strings."""
     words = split_codes(code_points(text))
     return [text[a:b] for a, b in zip(words.start.tolist(), words.stop.tolist(), strict=True)]
 

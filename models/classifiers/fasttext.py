@@ -212,7 +212,6 @@ def _table(data: NDArray[np.uint8], bounds: NDArray[np.int64]) -> tuple[NDArray[
 
 @njit(cache=True, borrows=True)
 def _sum(rows: NDArray[np.int32], first: NDArray[np.float32], into: NDArray[np.float32]) -> None:
-    """Write the sum of these `rows` of `first` to `into`, `LANES` numbers at a time."""
     for k in range(0, len(into), LANES):
         at, left, total = first.ctypes.data + 4 * k, len(into) - k, fill(np.float32(0))
         for row in rows:

@@ -80,7 +80,6 @@ def find(html: NDArray[np.uint8], at: int, byte: int, stop: int = -1) -> int:
 
 @njit(cache=True, borrows=True)
 def begins(html: NDArray[np.uint8], at: int, stop: int, words: bytes) -> bool:
-    """True if html[at:stop] begins with the bytes `words`."""
     here = 0
     while here < len(words) and at + here < stop and html[at + here] == words[here]:
         here += 1

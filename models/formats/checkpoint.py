@@ -224,7 +224,6 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _names(folder: Path) -> Sequence[str]:
-    """Return the names of the folder's weight files. Raise CheckpointError for an invalid index."""
     with checkpoint_at(folder):
         return weight_names(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
 

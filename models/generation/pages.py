@@ -34,7 +34,6 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Return the number of available pages: free ones, and pages that only the tree holds."""
         return len(self.free) + len(self.spare)
 
     def take(self) -> int:

@@ -97,7 +97,6 @@ class Scoring:
                 yield False
 
     def _score(self, hidden_ND: Tensor, tokens: list[int]) -> Iterator[Score]:
-        """Yield the scores of tokens [N] after hidden states [N, D], computed a block of logits at a time."""
         for first in range(0, len(tokens), BLOCK):
             block = slice(first, first + BLOCK)
             logprobs_NV = torch.log_softmax(self.engine.model.logits(hidden_ND[block]).float() / self.temperature, -1)

@@ -58,7 +58,6 @@ class LanguageRow(BaseModel):
 
     @property
     def key(self) -> str:
-        """Return the row's name: language and script, joined by a hyphen."""
         return f"{self.language}-{self.script}"
 
 
@@ -115,7 +114,6 @@ def _row(cells: dict[str, str], where: str) -> LanguageRow:
 
 @lru_cache(maxsize=1)
 def shipped_rows() -> dict[str, LanguageRow]:
-    """Return the rows that come with Puna, by their keys."""
     return {row.key: row for row in read_rows(FILE)}
 
 

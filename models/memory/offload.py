@@ -73,7 +73,6 @@ class Source:
         return {name.removeprefix(f"{LAYERS}0."): tensor for name, tensor in state.items()}
 
     def rest(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors outside the layers by name, read from disk."""
         return {name: self._read(Layout.of({name: one}), device)[name] for name, one in self._rest.items()}
 
     def layer(self, number: int, device: torch.device) -> dict[str, Tensor]:

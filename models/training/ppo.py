@@ -27,8 +27,8 @@ from puna.models.training.objectives.ppo import Ppo, PpoBatch, Value, group_adva
 from puna.models.training.packing import pack
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.parallel import alone, parallel
+from puna.models.training.rl_settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.models.training.rollouts import Rollouts, Sampled, Source, by_group
-from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.models.training.state import Job, Saver, check_identity
 from puna.models.training.trainer import between_layers
 from puna.models.transformer import Transformer

@@ -29,7 +29,8 @@ from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.parallel import alone
 from puna.models.training.parallel.staged_engine import held_engine
-from puna.models.training.settings import ComputeSettings, GrpoSettings, RolloutSettings
+from puna.models.training.rl_settings import GrpoSettings, RolloutSettings
+from puna.models.training.settings import ComputeSettings
 from puna.models.training.state import cached_json
 from puna.models.training.trainer import computing_in
 from puna.models.transformer import Transformer

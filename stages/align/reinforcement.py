@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field, model_validator
 
 from puna.models.serving import without_vllm
-from puna.models.training.settings import GrpoSettings, PpoSettings, RolloutSettings
+from puna.models.training.rl_settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
 from puna.stages.conversations import answer_text, as_text
 from puna.stages.executors import ranks

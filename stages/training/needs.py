@@ -8,7 +8,8 @@ from typing import Any
 
 from puna.models.config import ModelConfig
 from puna.models.training.parallel.layout import CUT, Layout
-from puna.models.training.settings import ComputeSettings, OptimizerSettings, RolloutSettings, TrainingSettings
+from puna.models.training.rl_settings import RolloutSettings
+from puna.models.training.settings import ComputeSettings, OptimizerSettings, TrainingSettings
 from puna.stages.contract import Facts
 from puna.stages.executors import ranks
 from puna.stages.training.settings import AdaptableConfig, AdapterConfig, SftConfig

@@ -18,7 +18,7 @@ from puna.models.training import objectives as o
 from puna.models.training import rollouts, state
 from puna.models.training.loop import TrainConfig, train, weights_digest
 from puna.models.training.ppo import train_grpo, train_ppo
-from puna.models.training.settings import GrpoSettings, PpoSettings
+from puna.models.training.rl_settings import GrpoSettings, PpoSettings
 from puna.models.training.state import Stop
 from puna.models.training.trainer import TIMED, Trainer, between_layers
 

@@ -15,8 +15,8 @@ from puna.models.generation import Completion
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
 from puna.models.training.ppo import train_grpo, train_ppo
+from puna.models.training.rl_settings import GrpoSettings, PpoSettings
 from puna.models.training.rollouts import Rollouts, reward_model_scorer
-from puna.models.training.settings import GrpoSettings, PpoSettings
 from puna.models.transformer import Transformer
 
 from .nested import nested

@@ -17,8 +17,8 @@ from puna.models.generation.turns import converse
 from puna.models.training import rollouts
 from puna.models.training.loop import weights_digest
 from puna.models.training.ppo import train_grpo
+from puna.models.training.rl_settings import GrpoSettings
 from puna.models.training.rollouts import Rollouts, Sampled
-from puna.models.training.settings import GrpoSettings
 from puna.models.training.trainer import Trainer
 from puna.models.transformer import Transformer
 

@@ -21,8 +21,8 @@ from puna.models.generation.vllm import VllmEngine
 from puna.models.training import objectives as o
 from puna.models.training.loop import weights_digest
 from puna.models.training.ppo import train_grpo
+from puna.models.training.rl_settings import GrpoSettings, RolloutSettings
 from puna.models.training.rollouts import Rollouts, Sampled
-from puna.models.training.settings import GrpoSettings, RolloutSettings
 from puna.models.training.trainer import Trainer
 from puna.models.transformer import Transformer
 

@@ -47,8 +47,9 @@ from puna.models.training.parallel.mesh import Mesh, store
 from puna.models.training.parallel.parallel import parallel, part_of
 from puna.models.training.parallel.pipeline import Pipelined
 from puna.models.training.ppo import train_grpo, train_ppo
+from puna.models.training.rl_settings import GrpoSettings, PpoSettings
 from puna.models.training.rollouts import Rollouts, Sampled, Source
-from puna.models.training.settings import ComputeSettings, GrpoSettings, LoraSettings, PpoSettings, TrainConfig
+from puna.models.training.settings import ComputeSettings, LoraSettings, TrainConfig
 from puna.models.training.state import cached_json, load_state, newest_first
 from puna.models.training.trainer import TIMED, Trainer
 from puna.models.transformer import Transformer

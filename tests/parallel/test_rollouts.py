@@ -12,7 +12,7 @@ import pytest
 
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
-from puna.models.training.settings import GrpoSettings
+from puna.models.training.rl_settings import GrpoSettings
 from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.contract.rank_jobs import check
 from puna.stages.executors import ranks as processes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from puna.models.training.objectives.base import Batch, Metrics, Model, Objective, Targets, Totals, divide
-from puna.models.training.settings import Baseline, Normalizer, Ratio, Surrogate
+from puna.models.training.rl_settings import Baseline, Normalizer, Ratio, Surrogate
 
 
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:

@@ -83,7 +83,6 @@ class Parallel:
 
     @property
     def processes(self) -> int:
-        """Return the number of processes in the layout."""
         return self.mesh.layout.processes
 
     def deal(self, micro: Sequence[Sized]) -> list[Part]:

@@ -35,7 +35,6 @@ class Deal:
     place: Tensor
 
     def rows(self, rank: int) -> Tensor:
-        """Return the indices of a rank's rows, int64."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.chunks[rank]] or [torch.arange(0)])
 
 

@@ -210,6 +210,5 @@ def without_values(module: nn.Module) -> Any:
 
 
 def place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter `name` of a model."""
     module, _, own = name.rpartition(".")
     setattr(model.get_submodule(module), own, parameter)

@@ -54,17 +54,14 @@ class Layout(Settings):
 
     @property
     def processes(self) -> int:
-        """Return the total number of processes: the product of the axes' sizes."""
         return math.prod(self.size(axis) for axis in AXES)
 
     @property
     def stages(self) -> int:
-        """Return the number of stages of the whole pipeline."""
         return self.pipeline * self.virtual_stages
 
     @property
     def axes(self) -> frozenset[str]:
-        """Return the names of the axes with a size above 1."""
         return frozenset(axis for axis in AXES if self.size(axis) > 1)
 
     @property
