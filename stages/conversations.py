@@ -52,22 +52,22 @@ def answering(text: str, finished: bool = True) -> str:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row of prompts, preferences or instructions. Raise BadRow if the column holds no messages."""
+    """Return the messages of a row of prompts, preferences or instructions. Raise BadRow if the column contains something else."""
     return _parse(row, "messages", list)
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """Return the tools of a row's conversation, or None if the column is null. Raise BadRow if it holds something else."""
+    """Return the tools of a row's conversation, or None if the column is null. Raise BadRow if it contains something else."""
     return None if row["tools"] is None else _parse(row, "tools", list)
 
 
 def message_of(row: Mapping[str, Any], column: str) -> Message | None:
-    """Return the answer in a column (chosen, rejected, edited), or None if the column is null. Raise BadRow if it holds no message."""
+    """Return the answer in a column (chosen, rejected, edited), or None if the column is null. Raise BadRow if it is not a message."""
     return None if row[column] is None else _parse(row, column, dict)[0]
 
 
 def others_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the additional answers of a ranking, each with its `rank`; see the column `others` of preferences."""
+    """Return a preference's additional answers (column `others`), each with its `rank`."""
     return [] if row["others"] is None else _parse(row, "others", list)
 
 
@@ -80,7 +80,7 @@ def _parse(row: Mapping[str, Any], column: str, kind: type) -> list[Message]:
     turns = value if isinstance(value, list) else [value]
     if not isinstance(value, kind) or not turns or not all(isinstance(turn, dict) for turn in turns):
         name = "messages" if kind is list else "a message"
-        raise BadRow("not_messages", f"row {row['id']}: column {column} holds {row[column][:80]!r}, not {name}")
+        raise BadRow("not_messages", f"row {row['id']}: column {column} contains {row[column][:80]!r}, not {name}")
     return turns
 
 
@@ -93,7 +93,7 @@ def content_of(message: Message) -> str:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Return messages as readable text: the content of a single user message, otherwise all turns with their roles."""
+    """Return messages as readable text: the content of a single user message, else every message with its role."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return content_of(messages[0])
     return "\n\n".join(f"{message.get('role')}: {_turn_text(message)}" for message in messages)

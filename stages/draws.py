@@ -22,7 +22,7 @@ def folds(ids: Iterable[str], seed: int, count: int) -> NDArray[np.int64]:
 
 
 def identifier(*parts: object) -> str:
-    """Return a digest of the parts, as 32 hex digits."""
+    """Return the first 32 hex digits of the SHA-256 of the parts."""
     return _sha256(parts).hex()[:32]
 
 
@@ -32,12 +32,12 @@ def hash_of(*parts: object) -> int:
 
 
 def fraction(*parts: object) -> float:
-    """Return a hash of the parts as a number from 0 to 1."""
+    """Return a hash of the parts as a number in [0, 1)."""
     return hash_of(*parts) / 2**64
 
 
 def place(*parts: object) -> int:
-    """Return a 64-bit hash of the parts, for example to sort rows. It is faster than `hash_of` and gives other values."""
+    """Return a 64-bit hash of the parts, for example to sort rows. It differs from `hash_of`, which is slower."""
     return int.from_bytes(hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
 
 

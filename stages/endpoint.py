@@ -1,4 +1,4 @@
-"""A client for models behind OpenAI-compatible endpoints, local or remote. Failed requests are retried; all are stored with replies."""
+"""A client for models behind OpenAI-compatible endpoints, local or remote. Failed requests are retried, and all replies are stored."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Unmoved(urllib.request.HTTPRedirectHandler):
 
 class Endpoint:
     """A client of one endpoint within a stage. Requests and replies are saved in the run's scratch folder, so a resumed run sends only
-    unanswered requests. `write` copies all exchanges to the side table `exchanges`. PunaError is raised without the API key."""
+    unanswered requests. `write` copies all exchanges to the side table `exchanges`. The constructor raises PunaError without an API key."""
 
     def __init__(self, config: EndpointConfig, run: StageRun) -> None:
         if unmet := config.unmet("endpoint"):
@@ -92,7 +92,8 @@ class Endpoint:
         self._opener = urllib.request.build_opener(_Unmoved)
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
-        """Return a reply to each request (`messages`, other OpenAI fields), one for equal requests. Raise PunaError on failure."""
+        """Return a reply per request. A request has `messages` and other OpenAI fields; equal requests share a reply. `note` names the
+        replies in the progress. Raise PunaError if the server gives no reply, or one in another format."""
         requests = [self._whole(body) for body in bodies]
         replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
@@ -115,7 +116,7 @@ class Endpoint:
         return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
 
     def _answer(self, request: dict[str, Any]) -> Reply:
-        """Return the server's reply or refusal, retrying with exponential backoff. Raise PunaError if retries run out or cannot help."""
+        """Return the server's reply or refusal, retrying with exponential backoff. Raise PunaError if it fails for good."""
         failure = ""
         for number in range(self.config.retries + 1):
             wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)
@@ -133,7 +134,7 @@ class Endpoint:
                 failure = self._safe(f"{type(error).__name__}: {error}")
             if number < self.config.retries:
                 time.sleep(wait)
-        raise PunaError(f"endpoint {self.config.base_url}: {self.config.model} gives no answer ({failure})")
+        raise PunaError(f"endpoint {self.config.base_url}: {self.config.model} gives no answer ({failure}); check server, key and model")
 
     def _once(self, request: dict[str, Any]) -> Reply:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self._key}"} if self._key else {})}

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the common prefix of the encoded answers, and each answer's next token. Raise PunaError if one is missing or two are equal."""
+    """Return the common prefix of the encoded answers, and each answer's first token after it. `ids`: each answer's token ids. Raise
+    PunaError if an answer has no such token, or two have the same one."""
     shared = 0
     while all(len(one) > shared for one in ids) and len({one[shared] for one in ids}) == 1:
         shared += 1
@@ -20,7 +21,7 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
     if -1 in tokens or len(set(tokens)) < len(tokens):
         raise PunaError(
             f"judge: the model's tokenizer does not tell the answers {', '.join(answers)} apart by one token; "
-        "change the answers, or choose another model"
+            "change the answers, or choose another model"
         )
     return ids[0][:shared], tokens
 
@@ -28,7 +29,7 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
 def mean_grades(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the mean grade, float64 [n], and the total probability of all answer tokens, float64 [n].
 
-    `values` are weighted by the probabilities of `tokens`, normalised over these tokens. `logits` [n, vocabulary]: next-token logits."""
+    The mean of `values` is weighted by the probabilities of `tokens`, normalised over these tokens. `logits` [n, vocabulary]."""
     import torch
 
     logits = logits.double()

@@ -29,7 +29,7 @@ _registries: list[tuple[dict[str, Any], Callable[[Any], str]]] = []
 
 
 def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, T]:
-    """Register and return the dict `entries`. If the import of a module fails, the module's declarations are removed from it."""
+    """Register and return the dict `entries`. If a module's import fails, the entries that the module declared are removed again."""
     _registries.append((entries, module_of))
     return entries
 
@@ -37,8 +37,7 @@ def registry(entries: dict[str, T], module_of: Callable[[T], str]) -> dict[str, 
 def offers(group: str) -> dict[str, object]:
     """Return name → plugin (module or object, imported once) of installed packages in `group`. Raise PunaError if `GROUPS` lacks it.
 
-    A plugin that cannot be imported, or whose name is taken, is left out, logged, and listed by `broken_plugins`.
-    """
+    A plugin that cannot be imported, or whose name is taken, is left out, logged, and listed by `broken_plugins`."""
     if group not in GROUPS:
         raise PunaError(f"{group} is not a plugin group; the groups are {', '.join(GROUPS)}")
     if group not in _offers:
@@ -73,8 +72,7 @@ def _load(entry: EntryPoint) -> None:
 def add(text: str) -> ModuleType:
     """Import and return the Python file or dotted module given by `--module`. Raise PunaError if the import fails.
 
-    A file's folder is appended to `sys.path`, so that it can import its neighbours. The file must not have the name of another module.
-    """
+    A file's folder is appended to `sys.path`, so that the file can import its neighbours. No other module may have the file's name."""
     name, file = _at(Path(text)) if text.endswith(".py") or "/" in text else (text, "")
     if file:
         sources.source_digest(Path(file))
@@ -88,15 +86,14 @@ def add(text: str) -> ModuleType:
 
 
 def added_modules() -> dict[str, str]:
-    """Return name → file ("" for a dotted module) of the modules that `add` imported, in order. Workers import them, too."""
+    """Return name → file ("" for a dotted module) of the modules that `add` imported, in order, for workers to import."""
     return dict(_modules)
 
 
 def is_allowed(module: str) -> bool:
     """True if rows of data may name functions of `module`: `--module` added it or a package above it, or it offers an installed plugin.
 
-    Puna's own modules are not allowed, since data refer to Puna's verifiers by name.
-    """
+    Puna's own modules are not allowed, since data refer to Puna's verifiers by name."""
     if module.split(".")[0] == "puna":
         return False
     return is_offered(module) or any(module == name or module.startswith(f"{name}.") for name in _modules)
@@ -130,7 +127,7 @@ def _at(path: Path) -> tuple[str, Path]:
 
 
 def _forget() -> None:
-    """Remove from all registries the declarations of modules whose import failed."""
+    """Remove the declarations of modules whose import failed from all registries."""
     for entries, module_of in _registries:
         for name in [name for name, entry in entries.items() if module_of(entry) not in sys.modules]:
             del entries[name]

@@ -28,7 +28,8 @@ class Passage(NamedTuple):
 
 
 def passages(questions: Sequence[str], documents: Artifact, most: int, words: int = 150) -> list[list[Passage]]:
-    """Return for each question the best `words` consecutive words of each of the `most` best documents with a score above 0, best first."""
+    """Return each question's passages, best first: one from each of the `most` documents with the highest scores above 0. A passage is its
+    document's best run of `words` consecutive words."""
     queries = [set(_words(question)) for question in questions]
     terms = set().union(*queries)
     frequency, hits, lengths, total = Counter[str](), [], [], 0
@@ -64,7 +65,7 @@ def _words(text: str) -> list[str]:
 
 
 def _around(text: str, weight: dict[str, float], words: int) -> str:
-    """Return the first run of `words` consecutive words with the highest total weight, as spelled in the text; a shorter text whole."""
+    """Return the run of `words` consecutive words with the highest total weight, as spelled in the text. Return a shorter text whole."""
     places = [(match.start(), match.end(), weight.get(match.group().lower(), 0.0)) for match in WORD.finditer(text)]
     if len(places) <= words:
         return text.strip()

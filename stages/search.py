@@ -1,4 +1,4 @@
-"""Answers by search: a model gives n answers to a prompt, and one of them is chosen. The cost of a search is counted in tokens.
+"""Answers by search: a model gives n answers to a prompt, and one of them is chosen.
 
 - `best` (best of n): the answer with the highest score, from a verifier (Cobbe et al. 2021) or, without one, by mean log-probability;
 - `majority`: an answer with the most frequent final answer (self-consistency, Wang et al. 2022)."""
@@ -38,8 +38,7 @@ class SearchConfig(StageConfig):
 class Choice:
     """The chosen answer, its value, and the number of tokens generated for all `tried` answers.
 
-    `value`: the score (minus infinity if none could be scored), or the share of answers with the same final answer.
-    """
+    `value`: the score (minus infinity if no answer could be scored), or the share of answers with the same final answer."""
 
     completion: Completion
     value: float
@@ -55,7 +54,8 @@ def likelihood(answer: Completion) -> float:
 def search(
     engine: AnswerEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, config: SearchConfig, values: Values | None = None
 ) -> list[Choice]:
-    """Return the chosen answer to each prompt; ties go to the first. `values`: (prompt index, answer) pairs → scores; None ranks last."""
+    """Return the chosen answer to each prompt (token ids); ties go to the first. `values`: a function from (prompt index, answer text)
+    pairs to scores; a score of None ranks last."""
     tokenizer = engine.tokenizer
     rows = engine.generate(prompts, replace(params, n=config.n))
 

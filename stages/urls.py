@@ -29,7 +29,7 @@ class Address(NamedTuple):
 
 
 def parse(url: str) -> Address | None:
-    """Return the parts of `url` after WHATWG parsing; None if `url` is not a valid absolute URL, or its host is too long for the DNS."""
+    """Return the parts of `url` after WHATWG parsing; None unless `url` is a valid absolute URL with a host that fits into the DNS."""
     parsed = _whatwg(url)
     return parsed and Address(parsed.protocol.rstrip(":"), parsed.hostname.rstrip(".").lower(), parsed.pathname, parsed.search.lstrip("?"))
 
@@ -65,7 +65,7 @@ def _whatwg(url: str) -> Any:
 
 
 def _escapes(text: str) -> str:
-    """Return text with unified percent escapes: unreserved characters are decoded, other escapes are in upper case (RFC 3986, 6.2.2)."""
+    """Return text with normalised percent escapes: unreserved characters decoded, other escapes in upper case (RFC 3986, 6.2.2)."""
     return ESCAPE.sub(_escape, text) if "%" in text else text
 
 

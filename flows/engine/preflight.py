@@ -17,7 +17,7 @@ from puna.flows.engine.plan import Planner
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.trace import TracedStep, complaints_of, trace
 from puna.models.extraction.clean import decode
-from puna.stages.contract import External, Facts, InputFacts, Looked, Stage, StageConfig, Value, identify, rank_jobs, reusable
+from puna.stages.contract import External, Facts, InputFacts, Stage, StageConfig, TextSample, Value, identify, rank_jobs, reusable
 from puna.stages.contract.declaration import LOOK
 from puna.stages.curate.ingest import IngestConfig, check_inputs, peek
 from puna.stages.executors import PROCESSES
@@ -44,7 +44,7 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
             return
     files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
     reading = next((step.config for step in traced.steps if isinstance(step.config, IngestConfig)), None)
-    look: Callable[[float], Looked] | None = None
+    look: Callable[[float], TextSample] | None = None
     if reading is not None and files:
         wrong = complaints_of(lambda: check_inputs(files, reading))
         complaints += wrong
@@ -91,13 +91,13 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     return [f"{step.label}: {need}" for need in (*rank_jobs.misfits(stage, step.config), *needs)]
 
 
-def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
+def _together(items: Sequence[InputFacts]) -> Callable[[float], TextSample] | None:
     """Return a function that samples all files and artifacts of an input; None if there are none, or if one cannot be sampled."""
     if not items or any(item.look is None for item in items):
         return None
     looks = dict.fromkeys(item.look for item in items if item.look is not None)  # one look may sample several inputs
 
-    def look(seconds: float) -> Looked:
+    def look(seconds: float) -> TextSample:
         samples = [one(seconds) for one in looks]
         whole = sum(len(texts) / share for texts, share in samples if texts and share)
         together = tuple(text for texts, _ in samples for text in texts)
@@ -106,7 +106,7 @@ def _together(items: Sequence[InputFacts]) -> Callable[[float], Looked] | None:
     return look
 
 
-def _facts(item: Item, look: Callable[[float], Looked] | None) -> InputFacts:
+def _facts(item: Item, look: Callable[[float], TextSample] | None) -> InputFacts:
     """Return the facts about an input of the run. `look`: a function that samples the pages in all files of the run."""
     if isinstance(item, Artifact):
         tables = {name: tuple(record.columns) for name, record in item.manifest.tables.items()}

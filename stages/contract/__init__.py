@@ -1,4 +1,4 @@
-"""The contract between a stage and its caller: how a stage is declared, what it takes, and what runs it."""
+"""The contract between a stage and its caller: declaration, configuration, inputs, and execution."""
 
 from puna.models.settings import did_you_mean
 from puna.stages.contract.config import SeededConfig, StageConfig, parse
@@ -13,7 +13,6 @@ from puna.stages.contract.declaration import (
     Instructions,
     Kind,
     Lists,
-    Looked,
     Mixture,
     Model,
     Pages,
@@ -22,6 +21,7 @@ from puna.stages.contract.declaration import (
     Reads,
     Signals,
     Stage,
+    TextSample,
     Tokenizer,
     Tokens,
     Value,
@@ -34,7 +34,7 @@ from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signa
 
 __all__ = [
     "FAILURE", "MACHINE_ERRORS", "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile",
-    "Facts", "Figure", "InputFacts", "Instructions", "Kind", "Listener", "Lists", "Looked", "Mixture", "Model", "Outcome", "Pages",
+    "Facts", "Figure", "InputFacts", "Instructions", "Kind", "Listener", "Lists", "TextSample", "Mixture", "Model", "Outcome", "Pages",
     "Preferences", "Prompts", "Reads", "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens",
     "Value", "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "signals_of", "stage",
 ]  # fmt: skip

@@ -40,7 +40,7 @@ C = TypeVar("C", bound="StageConfig")
 
 
 def parse(kind: type[C], values: dict[str, Any], where: str) -> C:
-    """Return `values` as a configuration. Raise one PunaError that names every wrong field and its bounds. `where` begins the message."""
+    """Return `values` as a configuration. Raise one PunaError with a line per wrong field; each line begins with `where`."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -56,7 +56,7 @@ def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"{name}: no such field{_suggestion(str(last), kind, path)}")
         elif item["type"] == "missing":
-            lines.append(f"{name}: is missing")
+            lines.append(f"{name}: is missing; set it")
         else:
             lines.append(f"{name}: {item['msg']} (got {_short(item['input'])})")
     return "\n".join(lines)

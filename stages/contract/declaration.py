@@ -15,10 +15,11 @@ from puna.stages.contract.external import External
 from puna.storage import Artifact, PunaError
 from puna.storage.schemas import KINDS
 
-Looked = tuple[tuple[str, ...], float]
-"""Sampled texts of some inputs, and the share of the inputs' bytes that was sampled."""
+TextSample = tuple[tuple[str, ...], float]
+"""Texts sampled from inputs, and the sampled share of the inputs' bytes (0 to 1)."""
 GLANCE, LOOK = 0.1, 0.4
-"""Seconds for reading sample pages, and again for extracting their texts: first `GLANCE`; `LOOK` if a complaint seems likely."""
+"""Seconds for reading sample pages, and again for extracting their texts. `LOOK` is for a second, larger sample if the first (`GLANCE`)
+suggests a problem."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class InputFacts:
     tables: dict[str, tuple[str, ...]] | None = None
     sources: tuple[str, ...] | None = None
     bytes: int | None = None
-    look: Callable[[float], Looked] | None = None
+    look: Callable[[float], TextSample] | None = None
     model: Artifact | None = None
 
 
@@ -52,7 +53,7 @@ Needs = Callable[[Any, Facts], list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of artifact that an input takes. `sources`: for an input NAME=ARTIFACT, the rows of the artifact get the source NAME."""
+    """The kind of artifact that an input takes. `sources`: rows of an input given as NAME=ARTIFACT get the source NAME."""
 
     name: str
     sources: bool = False
@@ -83,11 +84,10 @@ Lists = Annotated[Artifact, Kind("lists")]
 Name = tuple[str, str]
 Value = Artifact | External | list[Artifact] | list[External] | None
 """Possible values of a stage's input."""
-Named = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
-"""`named(inputs)` returns the (module, symbol) of functions and classes that the inputs' rows name."""
-
-Written = Callable[[Any], Mapping[str, tuple[str, ...]]]
-"""`written(config)` returns name → columns of the signal tables that a stage writes."""
+CodeOfRows = Callable[[Mapping[str, Sequence[Artifact | External]]], list[Name]]
+"""A function from a stage's inputs to the (module, symbol) of each function and class that the inputs' rows name."""
+SignalTables = Callable[[Any], Mapping[str, tuple[str, ...]]]
+"""A function from a configuration to name → columns of the signal tables that the stage writes."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Stage:
     needs: Needs | None = None
     device: bool = False
     ranks: bool = False
-    signals: tuple[str, ...] | Written = ()
-    named: Named | None = None
+    signals: tuple[str, ...] | SignalTables = ()
+    named: CodeOfRows | None = None
     doc: str = field(default="", compare=False)
 
     def tables(self, config: StageConfig) -> dict[str, tuple[str, ...]] | None:
@@ -168,17 +168,15 @@ REGISTRY: dict[str, Stage] = plugins.registry({}, lambda stage: stage.function._
 
 def stage(
     *, kind: str, filters: str | None = None, version: str | None = None, needs: Needs | None = None, device: bool = False,
-    ranks: bool = False, signals: tuple[str, ...] | Written = (), named: Named | None = None,
+    ranks: bool = False, signals: tuple[str, ...] | SignalTables = (), named: CodeOfRows | None = None,
 ) -> Callable[[Callable[..., None]], Stage]:  # fmt: skip
     """Declare a function as a stage.
 
-    `kind`: the artifact's kind. `filters`: the input whose every row must be kept or in `dropped`, which is checked at commit. `version`:
-    replaces the code hash in the artifact's key. `needs(config, facts)`: is called before a run; see `Needs`. `device`: the stage computes
-    on an accelerator in one process; on a cluster, one worker with an accelerator runs the whole stage. `ranks`: all processes of a
-    distributed launch run the stage. `signals`: the signals that the stage writes, or a function from the configuration to the columns of
-    the signal tables; a rule on any other signal is rejected before the run. `named(inputs)`: functions and classes that the inputs' rows
-    name; see `Named`. Raise TypeError if the function or an argument is invalid.
-    """
+    `kind`: the artifact's kind. `filters`: the input whose rows must each be kept or in `dropped` (checked at commit). `version`: replaces
+    the code hash in the artifact's key. `needs(config, facts)`: see `Needs`; called before a run. `device`: the stage computes on an
+    accelerator in one process; on a cluster, one worker with an accelerator runs the whole stage. `ranks`: all processes of a distributed
+    launch run the stage. `signals`: the signals that the stage writes, or see `SignalTables`; a rule on any other signal is rejected before
+    the run. `named`: see `CodeOfRows`. Raise TypeError if the function or an argument is invalid."""
 
     def declare(function: Callable[..., None]) -> Stage:
         name = function.__name__
@@ -206,7 +204,6 @@ def stage(
 
 
 def input_spec(where: str, name: str, hint: Any) -> InputSpec:
-    """Return the input that a parameter's annotation declares. Raise TypeError if it declares none; `where` begins the message."""
     optional = many = False
     if get_origin(hint) in (typing.Union, types.UnionType):
         members = [h for h in get_args(hint) if h is not type(None)]

@@ -79,10 +79,10 @@ def perform(
 ) -> Outcome:  # fmt: skip
     """Run `stage`, or reuse its artifact.
 
-    If the existing artifact is damaged or suspect, a new one is made, and the old one is set aside once it is ready. Raise PunaError for a
-    damaged input. A stage declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one.
-    `apart`: run any stage as a whole on a worker, so that several can run at once; such a worker reports no progress to `listener`.
-    `on_start` is called before the function runs, but not for a reused artifact. `part_rows`: maximum rows per part."""
+    A damaged or suspect artifact is made again, and set aside once the new one is ready. Raise PunaError for a damaged input. A stage
+    declared with `device=True` runs as a whole on a worker of `executor` that has an accelerator, if there is one. `apart`: run any stage
+    as a whole on a worker, so that several can run at once; such a worker reports no progress to `listener`. `on_start` is called before
+    the function runs, but not for a reused artifact. `part_rows`: maximum rows per part."""
     start = time.perf_counter()
     identity = identify(stage, config, given)
     store.holding.add(identity.key, *(one.key for one in identity.inputs if one.kind != "external"))
@@ -121,11 +121,9 @@ def perform(
 
 
 def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, *, quick: bool = False) -> None:
-    """Verify the checksums of the files that a stage reads. Raise PunaError if an artifact is damaged.
+    """Verify the files that a stage reads. Raise PunaError if an artifact is damaged. `quick`: compare only sizes and modification times.
 
-    All inputs are verified after the run, so that nothing made from damaged bytes is committed. Before the run only inputs of `device`
-    stages are, since verification costs about 3 % of a curation run. `quick`: compare only sizes and modification times.
-    """
+    Checksums are always verified after the run, and before the run only for `device` stages: they cost about 3 % of a curation run."""
     for spec in stage.inputs:
         for item in inputs[spec.name]:
             if isinstance(item, Artifact):
@@ -135,7 +133,6 @@ def _check_inputs(stage: Stage, inputs: dict[str, list[Artifact] | list[External
 def _check_after(
     stage: Stage, inputs: dict[str, list[Artifact] | list[External]], store: Store, work: Work, error: Exception | None = None
 ) -> None:
-    """Verify the inputs after the run. If one is damaged, discard the output and raise PunaError, with `error` as its cause."""
     try:
         _check_inputs(stage, inputs, store)
     except PunaError as damage:
@@ -147,7 +144,8 @@ def _on_worker(
     stage: Stage, config: StageConfig, given: dict[str, Value], store: Store, submit: Callable[..., Future[tuple[str, str, bool]]],
     run: str, part_rows: int | None,
 ) -> tuple[Artifact, bool]:  # fmt: skip
-    """Run the stage on a worker; return its artifact and whether it was reused. Raise PunaError if `__main__` holds it or stores differ."""
+    """Run the stage on a worker; return its artifact, and True if it was reused. Raise PunaError if the worker cannot import the stage, or
+    uses another store."""
     module, root = stage.function.__module__, store.uri
     if module == "__main__":
         raise PunaError(f"stage {stage.name} runs on another worker, which cannot import it from `__main__`; declare it in a module")
@@ -163,7 +161,7 @@ def _on_worker(
 def _perform_there(
     module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, project: str, **how: Any
 ) -> tuple[str, str, bool]:
-    """Run a stage in a worker process; return its artifact's kind and key, and whether it was reused."""
+    """Run a stage in a worker process; return its artifact's kind and key, and True if it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
     values = rank_jobs.from_json(stage, sent, store)
@@ -172,18 +170,17 @@ def _perform_there(
 
 
 def reusable(stage: Stage, identity: Identity, store: Store) -> Artifact | None:
-    """Return the artifact that `accept` made equivalent, else that of this identity; None if both are missing, damaged or suspect."""
+    """Return the artifact that `puna accept` declared equivalent, else that of this identity; None if neither is intact and trusted."""
     keys = dict.fromkeys((store.accepted_key(identity.key), identity.key))
     return next((artifact for key in keys if (artifact := _good(store.find(stage.kind, key), store)) is not None), None)
 
 
 def _good(artifact: Artifact | None, store: Store) -> Artifact | None:
-    """Return the artifact; None if it is missing or suspect, or a quick check finds damage."""
     return None if artifact is None or artifact.damage(quick=True) or artifact.key in store.suspects() else artifact
 
 
 @contextlib.contextmanager
-def _threads_kept() -> Iterator[None]:
+def _same_threads() -> Iterator[None]:
     before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
     try:
         yield
@@ -193,7 +190,7 @@ def _threads_kept() -> Iterator[None]:
 
 
 def _cut(stage: Stage, inputs: dict[str, list[Artifact] | list[External]]) -> int:
-    """Return the number of shards of the first input of pages or documents, with the filtered input considered first; 0 without one."""
+    """Return the number of shards of the filtered input, else of the first input of pages or documents; 0 without one."""
     names = [stage.filters, *inputs] if stage.filters else [*inputs]
     corpora = [i for name in names for i in inputs[name] if isinstance(i, Artifact) and i.kind in ("pages", "documents")]
     return corpora[0].record().cut if corpora else 0
@@ -206,7 +203,7 @@ def _make(
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
-    with Meter(executor) as meter, _threads_kept():
+    with Meter(executor) as meter, _same_threads():
         others = rank_jobs.call(stage, arguments, config, given, run, store)
     try:
         code.check_unedited(stage, stage.reaches(config, given))

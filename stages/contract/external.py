@@ -17,8 +17,8 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class ExternalFile:
-    """A file of an external input. `name`: relative to the URI. `state`: size, modification time, ETag and so on when it was digested.
-    `address` may contain a signature or a password; show and record only `location`."""
+    """A file of an external input. `name`: relative to the URI. `state`: size, modification time, ETag and so on, at the time of `digest`.
+    `address` may contain a signature or a password, so show and record only `location`."""
 
     name: str
     address: str = field(repr=False)
@@ -67,7 +67,7 @@ class External:
 
     @staticmethod
     def of(sent: dict[str, Any]) -> External:
-        """Return the external input from a dictionary that `dataclasses.asdict` made."""
+        """Return the external input that `dataclasses.asdict` turned into `sent`."""
         return External(**{**sent, "files": tuple(ExternalFile(**file) for file in sent["files"])})
 
     def check_unchanged(self) -> None:
@@ -150,8 +150,8 @@ def external(name: str, uri: str, files: tuple[ExternalFile, ...]) -> External:
 
 
 def _local(root: Path) -> list[str]:
-    """Return a path's visible files, sorted. Raise PunaError for an unreadable folder, a path not in UTF-8, or a link, except to a file
-    below the path or, in the hub's cache, to a blob."""
+    """Return the visible files below a path, sorted. Raise PunaError for an unreadable folder, a name that is not UTF-8, or a link to a
+    folder or to a file outside the path (in the hub's cache: outside the repository)."""
     if (shown := str(root).encode(errors="backslashreplace").decode()) != str(root):
         raise PunaError(f"input {shown}: is not UTF-8; rename the file or folder")
     place = root.resolve()
@@ -222,7 +222,7 @@ def _files(uri: str) -> Iterator[ExternalFile]:
 
 
 def _digest(address: str, system: Any) -> tuple[int, str, str]:
-    """Return a file's size in bytes, its SHA-256, and its state: size, modification time, ETag and so on."""
+    """Return a file's size in bytes, its SHA-256, and its state (see `ExternalFile`)."""
     # The state is taken before the first read, so that a write during reading counts as a change.
     version = _state(system.info(address))
     state, size = hashlib.sha256(), 0

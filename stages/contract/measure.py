@@ -23,11 +23,10 @@ LOOKS = 10
 class Meter:
     """A meter of the code inside its `with` block: `seconds`, `cpu_seconds` and `peak_bytes`.
 
-    It covers this process, its `multiprocessing` workers and the processes started inside the block, but no earlier ones, such as a server.
-    `cpu_seconds` is user plus system time. `peak_bytes` is the largest sum of resident memory, sampled every 0.2 seconds, so shorter peaks
-    are missed. New processes are found within two seconds; shared memory is counted once per process. Workers of a cluster report to
-    `executor`, and other ranks to `rank_jobs.call`: all their CPU time counts, but only the memory of the largest.
-    """
+    They cover this process, its `multiprocessing` workers and the processes started inside the block, but not older ones, such as a server.
+    `cpu_seconds` is user plus system time. `peak_bytes` is the largest sum of resident memory, sampled every 0.2 seconds; shared memory is
+    counted once per process. New processes are found within two seconds. Workers of a cluster report to `executor`, and other ranks to
+    `rank_jobs.call`: all their CPU time counts, but only the memory of the largest."""
 
     def __init__(self, executor: Executor | None = None) -> None:
         self._cluster = executor if isinstance(executor, PartExecutor) and not executor.below else None

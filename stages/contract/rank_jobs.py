@@ -49,7 +49,7 @@ def to_json(stage: Stage, given: dict[str, Value]) -> dict[str, list[Any]]:
 
 
 def from_json(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[str, Any]:
-    """Return the inputs that rank 0 sent. Raise PunaError if an artifact is missing from the store as this rank sees it."""
+    """Return the inputs that rank 0 sent. Raise PunaError if an artifact is missing from this rank's store."""
     values: dict[str, Any] = {}
     for spec in stage.inputs:
         items = [External.of(item) if isinstance(item, dict) else store.find(*item) for item in inputs[spec.name]]
@@ -96,19 +96,19 @@ class FollowerRun(StageRun):
         super().__init__(stage.name, stage.kind, config, SimpleNamespace(output=folder, scratch=scratch))  # type: ignore[arg-type]
 
     def _nothing(self, *args: Any, **more: Any) -> None:
-        """Do nothing, since rank 0 writes."""
+        """Do nothing: only rank 0 writes."""
 
     write = write_rows = rows_once = metric = figure = _nothing
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Call `make` if rank 0 calls it, since all ranks compute together. Discard the rows and return an empty table."""
+        """Call `make` if rank 0 also calls it, since all ranks compute together. Discard the rows and return an empty table."""
         if ranks.agree(False):
             make()
         return table_schema(self.kind).schema.empty_table().select(columns)
 
 
 def do(job: dict[str, Any]) -> None:
-    """Run the stage named in rank 0's job. Raise PunaError if it is not loaded here: a message must not cause arbitrary imports."""
+    """Run the stage named in rank 0's job. Raise PunaError if it is not loaded here, since a message must not cause arbitrary imports."""
     if job["stage"] not in REGISTRY:
         raise PunaError(f"rank 0 runs the stage {job['stage']}, which this rank has not loaded; start all ranks with the same command line")
     stage, store = REGISTRY[job["stage"]], Store.open(job["store"], job["project"])

@@ -22,7 +22,7 @@ from puna.storage.exchange import Exchange, Partition, Scatter, Scattered, gathe
 from puna.storage.parts import Beside, span
 from puna.storage.schemas import table_schema
 
-MACHINE_ERRORS = (PunaError, ImportError, OSError)  # errors of the machine or of another input; no row is dropped for them
+MACHINE_ERRORS = (PunaError, ImportError, OSError)  # errors that are not the row's fault: they stop the stage
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,17 @@ class StageRun:
     ) -> list[Any]:
         """Apply `function(rows, *args)` to each part of a table of `artifact`; write the results by shard; return the JSON values.
 
-        The function returns the main table or a dictionary of tables, or a tuple of either and a JSON value. An argument that is another
-        table (`artifact.beside`, or an exchange by id) is replaced by its rows with the part's ids. An exchange by `shard` is replaced by
-        its rows whose column `row` lies in the part; `row` is then relative to the part's start. Finished shards survive a crash. Unchanged
-        documents are kept by reference."""
+        The function returns the main table, or a dictionary of tables, or a tuple of either and a JSON value. In place of an argument that
+        is another table (`artifact.beside`, or an exchange by id), it gets that table's rows with the part's ids. In place of an exchange
+        by `shard`, it gets the rows whose column `row` lies in the part, with `row` counted from the part's start. Finished shards survive
+        a crash. Unchanged documents are stored by reference."""
         return self._shards(function, artifact, args, table, columns, filtering=False)
 
     def filter(self, function: Callable[..., Any], artifact: Artifact, *args: Any, columns: list[str] | None = None) -> list[Any]:
         """Write the rows of the main table of `artifact` that `function(rows, *args)` selects. Return the JSON values of all calls.
 
         The function returns booleans, or a dictionary with booleans under `keep` and side tables by name, or a tuple of either and a JSON
-        value. It gets only `columns`. If rows can be kept by reference, other columns are not read and no text is written.
-        """
+        value. It gets only `columns`. If rows can be stored by reference, other columns are not read and no text is written."""
         return self._shards(function, artifact, args, None, columns, filtering=True)
 
     def _shards(
@@ -120,12 +119,12 @@ class StageRun:
         return [value for values in infos for value in values or ()]
 
     def _next(self, what: str) -> str:
-        """Return a numbered name for the next call. A stage must make the same calls in every attempt."""
+        """Return a numbered name for the next call, by which a later attempt finds its results: every attempt must make the same calls."""
         self._calls += 1
         return f"{what}{self._calls - 1}"
 
     def _run_and_claim(self, function: Callable[..., Any], jobs: list[Any], names: list[str], sizes: list[int]) -> list[Any]:
-        """Run the table-writing jobs that no earlier attempt finished. Add all jobs' output to the artifact; return their JSON values."""
+        """Run the jobs that no earlier attempt finished. Add the tables of all jobs to the artifact; return their JSON values."""
         before = [self._work.earlier(name) for name in names]
         todo = [job for job, earlier in zip(jobs, before, strict=True) if earlier is None]
         results = map_in_order(self._executor, function, todo, ())
@@ -180,7 +179,7 @@ class StageRun:
     def _regroup(
         self, call: str, function: Callable[..., Any], items: Sequence[Any], args: tuple[Any, ...], by: str, count: int, runs: list[range]
     ) -> list[Scattered]:
-        """Write the items' rows by partition. `runs`: a range of partitions per item, or one range for all items; see `Scatter`."""
+        """Write the items' rows by partition. `runs`: see `Scatter`; one range of partitions per item, or the same ranges in turn."""
         names = [Scatter(self._work.staging, f"{call}-{n:05d}", by, count, runs[n % len(runs)]) for n in range(len(items))]
         jobs = [Scattering(function, item, args, how) for item, how in zip(items, names, strict=True)]
         results = []
@@ -197,17 +196,17 @@ class StageRun:
         self._written += 1
 
     def write_rows(self, rows: list[dict[str, Any]], name: str | None = None) -> None:
-        """Append rows given as dictionaries. A column that is missing in all rows becomes null; raise PunaError if it must not be null."""
+        """Append rows given as dictionaries. A column that all rows lack becomes null; raise PunaError if the table requires it."""
         if rows:
             self.write(_table(rows, name or self.kind), name)
         else:
             self._work.declare(name or self.kind)
 
     def once(self, name: str, make: Callable[[], list[dict[str, Any]]], columns: list[str]) -> pa.Table:
-        """Write the rows that `make` returns to the main table, in this process; return their `columns`. Rows written before a crash are
-        read back without calling `make`. A `name` must stand for the same rows in every attempt."""
+        """Write the rows that `make` returns to the main table; return their `columns`. Rows written before a crash are read back without
+        calling `make`. Each `name` must stand for the same rows in every attempt."""
         job = f"{self.kind}-once-{name}"
-        ranks.agree(self._work.earlier(job) is None)  # True: the rows are missing, so the other ranks call `make`, too
+        ranks.agree(self._work.earlier(job) is None)  # if the rows are missing, the other ranks call `make`, too
         self.rows_once(name, make)
         staged = self._work.earlier(job)
         tables = [rows.read(0, rows.rows, columns) for one in staged or () for rows in [one.rows(self._work.files)] if rows.rows]
@@ -237,14 +236,14 @@ class StageRun:
 
     def metric(self, name: str, value: float | int | str) -> None:
         if isinstance(value, float) and not (value == value and abs(value) != float("inf")):
-            raise PunaError(f"stage {self.stage}: metric {name} is {value}")
+            raise PunaError(f"stage {self.stage}: metric {name} is {value}; the inputs or settings give no finite value")
         self.metrics[name] = value
 
     def figure(self, name: str, figure: Figure) -> None:
         self.figures[name] = figure
 
     def count_input(self, rows: int) -> None:
-        """Add to the number of input rows. At commit, output and `dropped` together must have this number of rows."""
+        """Add to the number of input rows. At commit, the output and `dropped` together must have as many rows."""
         self.input_rows = (self.input_rows or 0) + rows
 
     def seed(self, *names: Any) -> int:

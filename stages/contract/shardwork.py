@@ -1,4 +1,4 @@
-"""Jobs that workers run for `StageRun`: read rows, call the stage's function, write the tables that it returns."""
+"""Jobs that workers run for `StageRun`: they read rows, call the stage's function, and write the tables that it returns."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _by_row(partition: Partition) -> tuple[pa.Table, Any]:
 
 
 def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str | None] | None, info: Any = None) -> list[Staged]:
-    """Finish a shard's tables and return them. A table without ids, or with rows outside the shard's id range, gets no number."""
+    """Finish a shard's tables and return them. A table without ids, or with ids outside the shard's range, gets no shard number."""
     if not cut or span is None:
         return outputs.finish(info=info)
     staged = outputs.finish(number=number, cut=cut, info=info)
@@ -97,7 +97,7 @@ def _finish_shard(outputs: Outputs, number: int, cut: int, span: tuple[str, str 
 
 
 def _places(job: Job, start: int, stop: int) -> tuple[Any, Any]:
-    """Return two arrays for the rows start:stop: each row's source number (as in `Work.refers`) and its row number in that source."""
+    """Return each row's source number (see `Work.refers`) and its row number in that source, for the rows start:stop."""
     source, row = job.rows.place(start, stop)
     return source + job.shift, row
 
@@ -141,7 +141,7 @@ def _compare(outputs: Outputs, job: Job, rows: pa.Table, start: int, stop: int, 
 
 
 def _share_memory(one: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
-    """True if two columns share their memory, so that comparing them is unnecessary."""
+    """True if two columns share their memory and are therefore equal."""
     if one.num_chunks != other.num_chunks:
         return False
     places = (
@@ -175,7 +175,7 @@ def produce_tables(job: Produce) -> list[Staged]:
 
 
 def _add(outputs: Outputs, job: Produce, item: Any) -> list[Any]:
-    """Add the tables of one item; return the JSON values that were returned with them."""
+    """Write the tables that the function returns for an item; return the JSON values that come with them."""
     tables, *info = made_of(job.function(item, *job.args))
     for table, rows in (tables if isinstance(tables, dict) else {job.kind: tables}).items():
         outputs.add(table, with_meanings(table, rows))
@@ -193,7 +193,7 @@ class Scattering:
 
 
 def scatter_rows(job: Scattering) -> tuple[Scattered, str]:
-    """Write the rows of one item by partition, unless an earlier attempt did. Return the result, and a warning if that work was damaged."""
+    """Write an item's rows by partition, unless an earlier attempt did. Return the result, and a warning if earlier files are damaged."""
     warning = ""
     try:
         before = found_before(job.how)

@@ -1,7 +1,7 @@
 """Signals: numbers and words that describe a document. Each is declared once, with name, type, unit and meaning.
 
-A stage declares the signals that it computes itself with `declare_signal`. A signal that depends on one document alone is a Python function
-declared with `@signal`; `heuristics` measures it, and compiled code may replace the function."""
+`declare_signal` declares a signal that a stage computes itself. `@signal` declares a Python function of one document as a signal, which
+`heuristics` measures; compiled code may replace the function."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Signal:
     """A number or word that describes a document.
 
     `kind`: float, int or str. `optional`: may be null for every document of a corpus. `definition`: Python function whose parameters name
-    columns of the document. `compiled`: name of the compiled measurement that computes the signal; empty for none.
-    """
+    columns of the document. `compiled`: name of the compiled measurement that computes the signal; empty for none."""
 
     name: str
     kind: type
@@ -53,11 +52,11 @@ class Signal:
 
 SIGNALS: dict[str, Signal] = plugins.registry({}, lambda signal: signal.module)
 FAILURE = "failure"
-"""Name of the signal that gives the reason why a document was not measured; it is null for measured documents."""
+"""Name of the signal with the reason why a document was not measured; null for measured documents."""
 
 
 def declare_signal(name: str, kind: type, unit: str, meaning: str, *, optional: bool = False) -> Signal:
-    """Declare a signal that a stage computes itself. Raise TypeError for an invalid name or type, or a name of another module."""
+    """Declare a signal that a stage computes itself. Raise TypeError for an invalid name or type, or a name declared by another module."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_globals["__name__"] if frame and frame.f_back else ""
     return _register(Signal(name, kind, unit, meaning, caller, optional))
@@ -101,7 +100,8 @@ def _register(new: Signal) -> Signal:
 
 
 def with_meanings(name_of_table: str, table: pa.Table) -> pa.Table:
-    """Return a table `signals` with its declared types, units and meanings, other tables unchanged. Raise PunaError for bad signals."""
+    """Return the table `signals` with the declared types, units and meanings, and any other table unchanged. Raise PunaError for a signal
+    that is not declared or has another type."""
     for at, name in enumerate(table.schema.names if name_of_table == "signals" else ()):
         if name == "id":
             continue

@@ -44,10 +44,9 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
     """Read lists of unwanted sites for `url_filter`.
 
     An input may be a tree in the format of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored);
-    its rules are named `url_CATEGORY`. Other inputs hold domains and domain/path prefixes, one per line; their rule is `url_INPUT`. `#`
+    its rules are named `url_CATEGORY`. Other inputs have domains and domain/path prefixes, one per line; their rule is `url_INPUT`. `#`
     starts a comment, except in expressions. Hosts files, `||domain^` and compressed files (gz, xz, zst) can also be read. An entry in
-    several lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep,
-    not_a_word, …)."""
+    several lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep, …)."""
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
     for job, (entries, bad) in zip(jobs, run.map(_read, jobs, rows=len(jobs)), strict=True):
@@ -64,7 +63,7 @@ def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
     seen: set[str] = set()
     for external in sorted(inputs, key=lambda external: (external.name, external.data_digest)):
         if not external.files:
-            raise PunaError(f"block_lists: input {external.name} ({external.uri}) holds no files")
+            raise PunaError(f"block_lists: input {external.name} ({external.uri}) has no files; give a file or folder")
         names = {file: PurePosixPath(file.name) for file in external.files}
         tree = any(path.parent.name and _kind(path) for path in names.values())
         for file, path in sorted(names.items(), key=lambda pair: pair[0].name):
@@ -74,7 +73,7 @@ def _jobs(inputs: list[External], config: BlockListsConfig) -> Iterator[Job]:
                 seen.add(path.parent.name)
                 yield Job(external.name, file, _kind(path), f"url_{path.parent.name}")
     if missing := sorted(set(config.categories) - seen):
-        raise PunaError(f"block_lists.categories: no input has the folder {missing[0]!r}; there are {', '.join(sorted(seen)) or 'none'}")
+        raise PunaError(f"block_lists.categories: no input has the folder {missing[0]!r}; choose from: {', '.join(sorted(seen))}")
 
 
 def _kind(path: PurePosixPath) -> str:
@@ -91,7 +90,7 @@ def _read(job: Job) -> tuple[pa.Table, list[tuple[int, str, str]]]:
 
 
 def parse(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], list[tuple[int, str, str]]]:
-    """Return distinct (kind, entry) of the valid lines, and (line number, fault, text) of the invalid ones. `kind` '': domains or URLs."""
+    """Return the valid lines as distinct (kind, entry), and the invalid ones as (line number, fault, text). `kind` '': domains or URLs."""
     entries: dict[tuple[str, str], None] = {}
     bad: list[tuple[int, str, str]] = []
     for number, line in enumerate(lines, 1):
@@ -122,7 +121,7 @@ def _word(text: str) -> Parsed:
 
 
 def _place(entry: str) -> Parsed:
-    """Return ((kind, entry) or None, fault). An entry is a domain, or a URL without its scheme. A host without a dot gives (None, "")."""
+    """Return ((kind, entry) or None, fault). An entry is a domain, or a URL without its scheme. (None, ""): ignore a host without a dot."""
     columns = entry.split()
     entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
     if SIMPLE.fullmatch(entry):
@@ -137,7 +136,7 @@ def _place(entry: str) -> Parsed:
         host, path, query = domain.removeprefix("www."), address.path, address.query.lower()
         path = path.lower().rstrip("/") if query else "".join(f"/{folder}" for folder in path.lower().split("/") if folder)
     if not path and not query and urls.public_suffix(host):
-        return None, "public_suffix" if "." in host else ""  # hosts files have names without a dot (localhost): no site
+        return None, "public_suffix" if "." in host else ""  # hosts files contain names without a dot, such as localhost
     if path.count("/") > DEPTH and not query:
         return None, "too_deep"
     return ("url" if path or query else "domain", host + path + (f"?{query}" if query else "")), ""

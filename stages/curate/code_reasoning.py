@@ -57,9 +57,8 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
     """Train two fastText classifiers: of pages with code, and of pages with reasoning.
 
     As in Llama 3 (arXiv 2407.21783, section 3.1.3), `labels` are a judge's grades (signals `code_judgement` and `reasoning_judgement` from
-    `judge`; null: not judged). Without `labels`, counts of code lines, deduction words and formulas label the pages with clearly many or
-    clearly few of them; the figures then measure consistency, not truth. A classifier with too few labels is not trained.
-    """
+    `judge`; null: not judged). Without `labels`, pages with clearly many or clearly few code lines, deduction words and formulas get
+    labels; the figures then measure consistency, not truth. A classifier with too few labels is not trained."""
     graded = _graded_labels(labels) if labels else None
     examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)
     about = About("code_reasoning", (), config.folds, config.seed, config.max_characters, config.exempt_sources)
@@ -74,8 +73,7 @@ def code_reasoning(documents: Documents, classifier: Classifier, config: StageCo
 
     `code_score` and `reasoning_score` are probabilities from models that were not trained on the document; null if there were too few
     labels for training. `code_line_fraction`, `formulas` and `reasoning_words` are measured in the characters read. All signals are null
-    for documents of the classifier's exempt sources.
-    """
+    for documents of the classifier's exempt sources."""
     load_classifier(classifier, "code_reasoning")
     run.transform(_score, documents, classifier, columns=["id", "source", "text"])
 

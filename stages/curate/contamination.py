@@ -29,7 +29,7 @@ COLUMNS = {
 """Columns of the tables that models are trained on."""
 FOLLOWED = ("model", "tokens")
 UNLEARNED = ("judges", "reward_model")
-"""Inputs that only score answers, so that their training data is not the model's."""
+"""Inputs that only score answers; the model does not learn from their training data."""
 
 
 class ContaminationConfig(DecontaminateConfig):
@@ -37,7 +37,7 @@ class ContaminationConfig(DecontaminateConfig):
 
 
 class Source(NamedTuple):
-    """A table that a model was trained on, and the mixture, if any, that selected its documents."""
+    """A table that a model was trained on, and the mixture, if any, that selects the table's documents."""
 
     artifact: Artifact
     mixture: Artifact | None
@@ -49,7 +49,8 @@ class Source(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A text that contains a prompt: share of the prompt's n-grams, the text's id (later `SOURCE, ID`), and the passage (may be empty)."""
+    """A text that contains a prompt. `share`: of the prompt's n-grams (0 to 1). `place`: the text's id, or `SOURCE, ID`. `text`: the
+    passage found, or ""."""
 
     share: float
     place: str
@@ -68,8 +69,7 @@ def contamination(
     Rows: per task, the share `contaminated` and, with an `evaluation` of the prompts, the mean scores `score` (of all questions),
     `score_clean` and `score_contaminated`. The side table `scores` has the largest `overlap` of each contaminated prompt, and `examples`
     the passage found. `tasks`: task files whose questions are also searched for. `benchmark` takes the result as `overlaps`. The metric
-    `unknown_sources` counts sources in the lineage that are missing from the store, and imported models, whose data is unknown.
-    """
+    `unknown_sources` counts sources in the lineage that are missing from the store, and imported models, whose data is unknown."""
     sources = [Source(one, None) for given in (documents, instructions, preferences) for one in given or ()]
     learned, unknown = trained_on(model) if model is not None else ([], 0)
     sources += [one for one in learned if one.artifact.key not in {other.artifact.key for other in sources}]
@@ -127,7 +127,6 @@ def _is_stored(artifact: Artifact) -> bool:
 
 
 def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, str]]:
-    """Return (id, text) of each training row of a part; held-out rows are left out."""
     if kind == "documents":
         return [(row.id, row.text) for row in chosen_of(part, mixture, "train")]
     texts = []
@@ -139,7 +138,7 @@ def _texts(part: Part, kind: str, mixture: Artifact | None) -> list[tuple[str, s
 
 
 def _find(part: Part, kind: str, mixture: Artifact | None, search: Search) -> dict[int, Held]:
-    """Return prompt number → the text of this part that has the largest share of the prompt's n-grams, for each prompt found."""
+    """Return, for each prompt found, its number → the text in this part with the largest share of its n-grams."""
     texts, held = _texts(part, kind, mixture), dict[int, Held]()
     for at, match in search.matches(pa.array([text for _, text in texts], pa.string())):
         for prompt, share in match.shares.items():

@@ -44,8 +44,8 @@ class DecontaminateConfig(StageConfig):
 
 @dataclass(frozen=True)
 class Index:
-    """N-grams of the prompts: `lengths` in words; for each length, sorted `hashes` uint64[m], `owners` int64[m] (prompt numbers) and hash
-    `tables` for `places_held`; `totals` int64[prompts], the n-gram count of each prompt; `names`, each prompt's (task, id)."""
+    """N-grams of the prompts. `lengths`: in words. For each length: sorted `hashes` uint64[m], `owners` int64[m] (prompt numbers), and
+    `tables`, the hash table for `places_held`. For each prompt: `totals` int64[prompts], its number of n-grams, and `names`: (task, id)."""
 
     lengths: tuple[int, ...]
     hashes: tuple[NDArray[np.uint64], ...]
@@ -55,7 +55,7 @@ class Index:
     names: list[tuple[str, str]]
 
     def with_fuzzy(self, near: FuzzyIndex) -> Sieve:
-        """Return a sieve for the n-grams of this index and of `near`. A text without any of them contains no prompt, exact or changed."""
+        """Return a sieve for the n-grams of this index and of `near`. A text without any of these contains no prompt, exact or changed."""
         return sieve([*zip(self.lengths, [1] * len(self.lengths), self.hashes, strict=True), (near.n, near.step, near.hashes)])
 
 
@@ -66,11 +66,10 @@ def decontaminate(
     """Drop documents that share word n-grams with held-out prompts (question and reference together) or with `texts`.
 
     `texts` are documents that must not be trained on; each counts as a prompt whose task is its source. As in GPT-3 (Brown et al. 2020,
-    appendix C), n-grams have `n` (13) words, ignoring case and punctuation. A shorter question is matched as a whole if it is long enough,
-    else counted in `unmatchable_TASK`. Documents that pass are also searched for changed prompts (`decontaminate.fuzzy`). `dropped` has the
-    matched fraction of the best-matching prompt's n-grams, the prompt, and its first n-gram or the passage. `contaminated_TASK` counts the
-    prompts found in documents; `examples` shows each prompt that is the best match of a document, with the first such document.
-    """
+    appendix C), n-grams have `n` (13) words, ignoring case and punctuation. A shorter question is matched as a whole if it has
+    `min_characters`, else counted in `unmatchable_TASK`. Other documents are also searched for changed prompts (`decontaminate.fuzzy`).
+    `dropped` has the best-matching prompt, the fraction of its n-grams found, and the first of these or the changed passage.
+    `contaminated_TASK` counts the prompts found; `examples` shows each best-matching prompt with its first document."""
     if not prompts and not texts:
         raise PunaError("decontaminate: there is nothing to search for; give prompts or texts")
     rows_of_prompts = [row for artifact in prompts or () for row in prompts_of_splits(artifact, config.splits)]
@@ -143,8 +142,8 @@ def build_index(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tupl
 
 @dataclass(frozen=True)
 class Match:
-    """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams. `text`: the first n-gram found, or
-    with FUZZY_RULE the changed passage. `shares`: prompt number → overlap, for all prompts found (`Search`: only those above the bound)."""
+    """The prompt with the largest overlap with a document. `overlap`: share of the prompt's n-grams (0 to 1). `text`: the first n-gram
+    found, or with FUZZY_RULE the changed passage. `shares`: prompt number → overlap, for all prompts found (`Search`: above the bound)."""
 
     prompt: int
     overlap: float
@@ -154,7 +153,7 @@ class Match:
 
 
 def match(text: Hashed, index: Index) -> Match | None:
-    """Return the prompt with the largest share of its n-grams in a document (of equals, the first); None if no n-gram matches."""
+    """Return the prompt with the largest share of its n-grams in a document (ties: the first); None if no n-gram matches."""
     hits: dict[int, set[tuple[int, int]]] = {}
     first: dict[int, tuple[int, int]] = {}
     for length, hashes, owners, table in zip(index.lengths, index.hashes, index.owners, index.tables, strict=True):
@@ -167,7 +166,7 @@ def match(text: Hashed, index: Index) -> Match | None:
     if not hits:
         return None
     share = {prompt: len(results) / int(index.totals[prompt]) for prompt, results in hits.items()}
-    # Prompts are numbered by task and id, so that ties go to the first one, whatever the order of the inputs.
+    # Prompts are numbered by task and id, so ties do not depend on the order of the inputs.
     best = min(share, key=lambda prompt: (-share[prompt], prompt))
     place, length = first[best]
     return Match(best, share[best], text.lowered[text.start[place] : text.stop[place + length - 1]], share)
@@ -204,7 +203,8 @@ def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple
 
 
 def _find(documents: pa.Table, search: Search) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Return `keep` and `dropped`; all prompt numbers found; and prompt → (number of documents it matches best, first `dropped` row)."""
+    """Return `keep` and `dropped`, the numbers of the prompts found, and prompt → (number of documents it matches best, first dropped
+    row)."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     first: dict[str, tuple[int, dict[str, Any]]] = {}

@@ -53,7 +53,7 @@ class Lexicon(NamedTuple):
 
 @lru_cache(maxsize=1)
 def seed_words() -> tuple[list[str], dict[str, int]]:
-    """Return the types, and seed word → index of its type. Words listed for two types, in whatever languages, are left out."""
+    """Return the types, and seed word → index of its type. Words listed for two types, in any languages, are left out."""
     types: list[str] = []
     owner: dict[str, int] = {}
     for line in SEEDS.read_text(encoding="utf-8").splitlines():
@@ -75,7 +75,7 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """Return `seed_counts` of one text, computed in plain Python: for a few pages, loading the compiled tokenizer takes longer."""
+    """Return `seed_counts` of one text, in plain Python, which for a few pages takes less time than loading the compiled tokenizer."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))
@@ -109,7 +109,7 @@ def needs(config: TrainDomainsConfig, facts: Facts) -> list[str]:
             break
     if not share:
         return []
-    # Upper estimates of the number of labelled documents per type: four standard deviations above the sample.
+    # Complain only if a type is too rare even at four standard deviations above the sample.
     enough = [name for name, n in results.items() if name and (n + (4 * (n**0.5 + 1) if share < 1 else 0)) / share >= config.min_labels]
     if len(enough) >= 2:
         return []
@@ -125,16 +125,15 @@ def train_domains(documents: Documents, config: TrainDomainsConfig, run: StageRu
     """Train the classifier of knowledge types on documents that seed words label.
 
     A lexicon of seed words in English, French, Spanish and German labels the documents in which words of one type clearly prevail. One
-    fastText classifier per fold is trained on these labels. `agreement` of the out-of-fold predictions with the seed labels measures
-    consistency, not truth. If all documents come from code sources, the classifier has no classes.
-    """
+    fastText classifier per fold is trained on these labels. The metric `agreement` of out-of-fold predictions with the seed labels measures
+    consistency, not truth. If all documents come from code sources, the classifier has no classes."""
     examples = prepare(run, documents, config, config.code_sources, _seeds, config)
     labels = Counter({name: count for name, count in examples.of(NAME).items() if count >= config.min_labels})
     types = sorted(labels)
     if examples.documents and len(types) < 2:
         raise PunaError(
             f"train_domains: the seed words label {labels.total()} documents of {', '.join(types) or 'no type'}, but two types need at "
-            f"least train_domains.min_labels={config.min_labels} each. Give more pages, a lower number, or a classifier trained before, "
+            f"least train_domains.min_labels={config.min_labels} each. Give more pages, lower min_labels, use an existing classifier, "
             "or skip knowledge types with --set domains=null"
         )
     if examples.documents:
@@ -155,8 +154,7 @@ def domains(documents: Documents, classifier: Classifier, config: StageConfig, r
 
     A type's weight is its probability, from a model that was not trained on the document, times (1 + its number of seed words)². `domain`
     is the type with the largest weight, `domain_score` its share of all weights, and `domain_seed` the label from seed words. Documents in
-    other languages are classified by words that they share with the lexicon's four languages. Documents of code sources are `code`.
-    """
+    other languages are classified by words that they share with the lexicon's four languages. Documents of code sources are `code`."""
     counts: Counter[str] = Counter()
     for results in run.transform(_type, documents, classifier, columns=["id", "source", "text"]):
         counts.update(results)
@@ -186,7 +184,7 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
             names[row], values[row] = model.classes[int(one.argmax())], float(np.round(one.max(), 6))
             seeds[row] = seed_label(count, int(rule["min_seeds"]), rule["max_second"])
     elif rows:
-        raise PunaError(f"domains: {classifier.id} knows no types, because it was trained without documents; train it on documents")
+        raise PunaError(f"domains: {classifier.id} has no types, because it was trained without documents; train it on documents")
     columns = {
         "domain": pa.array(names, pa.string()),
         "domain_score": pa.array(values, pa.float64()),

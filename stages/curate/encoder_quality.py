@@ -68,9 +68,8 @@ def train_encoder_quality(
 
     Llama 3 (arXiv 2407.21783, section 3.1.3) distils a chat model's judgements into a small encoder; FineWeb-Edu (2406.17557, section 4)
     trains only the head. Give `model`, a model of this pipeline, or `encoder`, the folder of a Hugging Face encoder. Positives are
-    documents with good grades in `labels`, or without `labels` the documents of good sources. Each fold's head is trained on the other
-    folds' documents; `encoder_quality` applies the heads to any documents. Metrics and figures are out of fold.
-    """
+    documents with good grades in `labels` or, without `labels`, documents of good sources. Each fold's head is trained on the other folds'
+    documents; `encoder_quality` applies the heads to any documents. Metrics and figures are out of fold."""
     place = place_of("train_encoder_quality", "encoder", model, encoder)
     if labels is not None and config.judgement not in labels.columns():
         there = ", ".join(name for name in labels.columns() if name != "id")
@@ -116,8 +115,8 @@ def encoder_quality(
     """Score documents with a classifier from `train_encoder_quality`, using the encoder that it was trained on.
 
     The signals have the same names as in `quality`, so that `select` applies the same rules. Documents that the classifier was trained on
-    are scored by a head that was not trained on them. The share `keep` of the documents reaches the quality in the metric `threshold`. With
-    `language`, ranks are computed per language."""
+    are scored by a head that was not trained on them. The metric `threshold` is the quality that the share `keep` of the documents reaches.
+    With `language`, ranks are computed per language."""
     place = place_of(PURPOSE, "encoder", model, encoder)
     if load_classifier(classifier, PURPOSE).about.encoder != _digest(model, encoder):
         raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder; give that encoder, or train a classifier on this one")
@@ -176,8 +175,7 @@ def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: floa
     """Return the head that minimises the mean log-loss plus `penalty` / 2 x the sum of squared weights, by Newton's method.
 
     `vectors` float32[n, D], `positive` bool[n]. The bias is not penalised, so the mean probability equals the share of positives. `state`:
-    folder in which an unfinished fit is saved, to continue after a crash.
-    """
+    folder in which an unfinished fit is saved, to continue after a crash."""
     x = vectors.astype(np.float64)
     mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)
     design = np.column_stack([(x - mean) / scale, np.ones(len(x))])

@@ -40,7 +40,7 @@ class ExtractConfig(StageConfig):
 
 
 class Unreadable(Exception):
-    """The error for a page without usable text: a rule, the reason, and the measured value with its bound."""
+    """An error for a page without usable text: the rule, the reason, and the measured value with its bound."""
 
     def __init__(self, rule: str, detail: str, value: float | None = None, threshold: float | None = None) -> None:
         super().__init__(detail)
@@ -97,7 +97,7 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
-    """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit; other errors of extraction pass."""
+    """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit; other errors are not caught."""
     (results,) = _extract_pages([(body, media, charset)], config)
     if isinstance(results, Exception):
         raise results
@@ -105,8 +105,8 @@ def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfi
 
 
 def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
-    """Return the extraction or the error of each page (body, media type, character set), in order. HTML pages are parsed one by one. The
-    model reads them in batches of up to `TOGETHER` bytes; a larger page is read alone."""
+    """Return the extraction or the error of each page (body, media type, character set), in order. HTML pages are parsed one by one and
+    given to the model in batches of up to `TOGETHER` bytes."""
     results: dict[int, _Found | Exception] = {}
     waiting: dict[int, Parsed] = {}
     size = 0

@@ -25,7 +25,7 @@ class GatherConfig(StageConfig):
 
 def _needs(config: GatherConfig, facts: Facts) -> list[str]:
     count = len(facts.inputs.get("documents", ()))
-    return [f"sources names {len(config.sources)} of {count} inputs; name each"] if config.sources and len(config.sources) != count else []
+    return [f"sources names {len(config.sources)} of {count} inputs; name all"] if config.sources and len(config.sources) != count else []
 
 
 @stage(kind="documents", needs=_needs)
@@ -34,7 +34,7 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
 
     Of documents with the same id, the newest is kept, or the first input's if the times are equal. The others are dropped (`same_id`)."""
     if config.sources and len(config.sources) != len(documents):
-        raise PunaError(f"gather: sources names {len(config.sources)} inputs, but there are {len(documents)}")
+        raise PunaError(f"gather: sources names {len(config.sources)} inputs, but there are {len(documents)}; name all, or none")
     names = config.sources or ("",) * len(documents)
     parts = [(part, at, name) for at, (artifact, name) in enumerate(zip(documents, names, strict=True)) for part in run.parts(artifact)]
     rows = run.exchange(_read_part, parts, by="id", partitions=partitions(sum(artifact.record().characters for artifact in documents)))
@@ -44,7 +44,7 @@ def gather(documents: list[Documents], config: GatherConfig, run: StageRun) -> N
 
 
 def _read_part(given: tuple[Part, int, str]) -> tuple[pa.Table, int]:
-    """Return a part's rows, with the column `input` (the input's number) and the new source name, if any; and the texts' size in bytes."""
+    """Return a part's rows with the column `input` (the input's number) and the new source name, if any; and the bytes of text."""
     part, at, name = given
     table = part.read()
     if name:

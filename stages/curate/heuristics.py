@@ -68,12 +68,11 @@ class HeuristicsConfig(SeededConfig):
     @field_validator("signals")
     @classmethod
     def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the distinct names. Raise ValueError unless each is a declared signal with a definition and without compiled code."""
         plugins.offers("puna.signals")
         own = {name for name, signal in SIGNALS.items() if signal.definition and not signal.compiled}
         for name in names:
             if name not in own:
-                raise ValueError(f"{name!r} is no signal with a definition of its own{did_you_mean(name, sorted(own))}")
+                raise ValueError(f"{name!r} is not a signal that you defined{did_you_mean(name, sorted(own))}")
         return tuple(dict.fromkeys(names))
 
     def reaches(self) -> list[tuple[str, str]]:
@@ -95,10 +94,10 @@ def heuristics(documents: Documents, language: Signals | None, config: Heuristic
 
     Gopher's (arXiv 2112.11446), C4's (1910.10683) and FineWeb's (2406.17557) are defined as in datatrove 0.10. Llama 3's (2407.21783,
     section 3.1.1) are n-grams seen earlier, per document and per line (`line_signals`); adult vocabulary; and the Kullback-Leibler
-    divergence of the document's words from those of the corpus, or with `language` from those of its language. `signals.definitions`
-    defines all signals in Python. Your own `signals` are measured in a separate process. If one fails or exceeds its limits on a document,
-    it is null there, and `failed_NAME` counts the document; PunaError is raised if it fails on all. `failure` says why a document, or one
-    of your signals on it, was not measured; `select` drops the document as `failed`."""
+    divergence of the document's words from the corpus, or with `language` from the texts in its language. `signals.definitions` defines all
+    signals in Python. Your own `signals` are measured in a separate process. If one fails or exceeds its limits on a document, it is null
+    there, and `failed_NAME` counts the document; PunaError is raised if it fails on all. `failure` is the reason why a document, or one of
+    your signals on it, was not measured; `select` drops such documents as `failed`."""
     own = [SIGNALS[name] for name in config.signals]
     columns = ["id", "text", *{name: None for signal in own for name in signal.columns if name != "text"}]
     parts = run.parts(documents, columns=columns)
@@ -168,7 +167,7 @@ def _measure_part(part: Part, language: Artifact | None, scratch: str, config: H
             languages = [name or "" for name in signals_of(language, documents["id"], ["language"])["language"].to_pylist()]
             listed = _own_words(language, documents["id"])
         results = measure(documents["text"], config.coverage_n, config.line_coverage, listed)
-        # The definition of `stop_words` is for texts of unknown language; texts with a list of their own, or none, cannot be compared.
+        # The definition of `stop_words` assumes an unknown language, so only texts measured in this way can be compared with it.
         comparable = np.array(pc.invert(over)) if listed is None else np.array(pc.invert(over)) & (listed.of == ANY_LIST)
         check_against_definitions(results, documents["text"].filter(pa.array(comparable)))
         results.values[np.array(over)] = np.nan

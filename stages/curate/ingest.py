@@ -88,8 +88,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
 
     Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty, body_too_large,
     truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record; failed if reading it raised an error). A
-    page's id is a hash of source, URL, time, media type and body; it does not depend on the page's position in the inputs. Raise PunaError
-    if no page is kept."""
+    page's id is a hash of source, URL, time, media type and body, not of its position in the inputs. Raise PunaError if no page is kept."""
     jobs = list(_jobs(inputs, config))
     input_bytes = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
     batches = list(_batches(jobs))
@@ -137,7 +136,7 @@ def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
 
 
 def _sort(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return pages and dropped rows of a range of ids, and counts of bytes and rules. Among rows with the same id, the first is kept."""
+    """Return pages and dropped rows of a range of ids, and counts of bytes and rules. Of rows with the same id, the first is kept."""
     ids = rows["id"].to_pylist()
     first, repeated = repetitions(ids)
     is_page = np.asarray(pc.is_valid(rows["body"]), bool)
@@ -156,7 +155,7 @@ def _sort(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
 
 
 LOOKED_AT = 100
-"""Number of records at the start of each file that are searched for a rejected record."""
+"""Number of records, from the start of each file, that `first_rejection` reads."""
 HINTS = {
     "body_too_large": "ingest.max_body_bytes is the limit",
     "not_a_page": "a row is a page if it has the field named by ingest.text_column or ingest.html_column",
@@ -171,8 +170,8 @@ def hints(rules: Container[str]) -> str:
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
-    """Raise PunaError if the first records of the inputs cannot be read as configured. Every Parquet file must have the named columns. At
-    least one file must hold data: a row (Parquet), a row that gives a page (JSON, CSV), or a byte (other formats)."""
+    """Raise PunaError if the inputs cannot be read as configured. Every Parquet file must have the named columns. At least one file must
+    contain a row (Parquet), a row that gives a page (JSON, CSV), or a byte (other formats)."""
     results = [_first(job, config) for job in _jobs(inputs, config)]
     if not any(one is True for one in results):
         rejected = next((one for one in results if isinstance(one, Rejected)), None)
@@ -181,7 +180,7 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
-    """Return sample pages from every input file except streamed data sets, read in about `seconds`, and their rough share of all bytes."""
+    """Return sample pages from every input file except streamed data sets, read in about `seconds`, and roughly their share of all bytes."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)
@@ -213,7 +212,7 @@ def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | 
 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
-    """Return True if a file may hold pages. JSON and CSV files are read up to their first page; without one, return the first rejection."""
+    """Return True if a file may contain pages. A JSON or CSV file is read up to its first page; without one, return its first rejection."""
     if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None
@@ -233,10 +232,10 @@ def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterat
 
 
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield a job per file. First raise PunaError for an ARC archive, a Parquet file without a named column, unknown names in `inputs`."""
+    """Yield a job per file. Raise PunaError for an unknown name in `config.inputs`, an ARC archive, or a missing Parquet column."""
     names = [external.name for external in inputs]
     if unknown := sorted(set(config.inputs).difference(names)):
-        raise PunaError(f"ingest.inputs names {unknown[0]!r}, and no input has this name; they are {', '.join(names)}")
+        raise PunaError(f"ingest.inputs names {unknown[0]!r}, but the inputs are named {', '.join(names)}")
     saved = {external.name for external in inputs if any(file.name.endswith(".arrow") for file in external.files)}
 
     def format_(external: External, file: ExternalFile) -> str | None:
@@ -278,8 +277,8 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
-    """Yield the records of the files as tables, then one dictionary: the numbers of records and of body bytes; and by file ending, the
-    number of files without a page, and the reason for one of them."""
+    """Yield the records of the files as tables, then one dictionary: the numbers of records and of body bytes and, for each file ending,
+    the number of files without a page and one reason."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
@@ -290,7 +289,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
         for record in _records(job, config):
             results = _judge(record, config, accepted)
             if isinstance(results, Page) or results.rule not in NO_PAGE:
-                why = ""  # the other records of the file are still read
+                why = ""  # the file has a page
             elif why is None:
                 why = results.detail
             held.append((results, job.source))

@@ -1,4 +1,4 @@
-"""`judge`: a language model grades sampled pages, to label examples for `train_encoder_quality` and `train_code_reasoning`."""
+"""`judge`: a language model's grades of sampled pages, as labels for `train_encoder_quality` and `train_code_reasoning`."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ YES_NO: dict[Grade, str] = {
 
 
 class Question(NamedTuple):
-    """A question about a page: the prompt (with a placeholder for the page), the possible answers, and the grade of each answer. `start`:
-    the beginning of the model's answer, followed by a space and one of `answers`. `chat`: use the model's chat format."""
+    """A question about a page: the `prompt` with a placeholder for the page, the possible `answers`, and their grades, `values`. `start`:
+    the beginning of the model's answer, before a space and one of `answers`. `chat`: use the model's chat format."""
 
     prompt: str
     answers: tuple[str, ...]
@@ -98,7 +98,7 @@ class Grader:
         markup: Callable[[str], list[int]] = lambda text: tokenizer.encode_markup(text)[0]  # noqa: E731
         self.head = [*([] if question.chat else tokenizer.lead), *markup(before)]
         self.tail, self.tokens = tokens_apart([markup(f"{after} {answer}") for answer in question.answers], question.answers)
-        self._encode = tokenizer.encode  # special tokens spelled out in a page are encoded as plain characters
+        self._encode = tokenizer.encode  # encodes special tokens that a page spells out as plain characters
         length, most = len(self.head) + max_tokens + len(self.tail), model.config.max_position_embeddings
         if length > most:
             raise PunaError(f"judge.max_tokens={max_tokens}: with the prompt's {length - max_tokens} tokens this is more than the "
@@ -109,8 +109,8 @@ class Grader:
         return [self._encode(text[: TOKEN_CHARACTERS * self.max_tokens])[: self.max_tokens] for text in texts]
 
     def __call__(self, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return each page's grade and the total probability of the possible answers, both float64[n]. This takes one forward pass: the
-        question's head is computed once, and each page with the tail is a branch of it."""
+        """Return each page's grade and the total probability of the possible answers, both float64[n], from one forward pass: each page
+        with the question's tail is a branch of the question's head."""
         import torch
 
         from puna.models.forest import Forest
@@ -207,13 +207,12 @@ def judge(
     """Grade a sample of documents by a language model's probabilities of the possible grades.
 
     The grade is the mean of the possible grades, weighted by their probabilities as the next token after question and document (G-Eval, Liu
-    et al., arXiv 2303.16634, section 2); nothing is generated. Documents outside the sample get null. The sample depends only on ids,
+    et al., arXiv 2303.16634, section 2); no text is generated. Documents outside the sample get null. The sample depends only on ids,
     sources, languages and seed. `train_encoder_quality` and `train_code_reasoning` take the signals as `labels` (Llama 3, section 3.1.3).
 
     `model` is a model of this pipeline; `checkpoint` is a local Hugging Face folder or a GGUF file. The metric `answer_probability` is the
     mean total probability of the possible answers; if it is low, the model did not understand the question. With `endpoint`, a remote model
-    writes the grades, and `answer_probability` is the share of replies that contain a grade.
-    """
+    writes the grades, and `answer_probability` is the share of replies that contain a grade."""
     place = None if config.endpoint is not None else place_of("judge", "checkpoint", model, checkpoint, gguf=True)
     ids, sources = documents.read(columns=["id", "source"]).to_pydict().values()
     sample = _sample(ids, sources, language, config)
@@ -254,7 +253,7 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
 def _grade_documents(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grade of each chosen document and the total probability of the answers. This process uses a GPU, workers use CPUs."""
+    """Return each chosen document's grade and total probability of the answers. This process uses a GPU; without one, workers use CPUs."""
     import torch
 
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
@@ -274,7 +273,7 @@ def _grade_documents(
 def _ask(
     run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grades that the endpoint's model writes (NaN for a reply without one), and 1 for each reply with a grade, else 0."""
+    """Return the grades that the endpoint's model writes (NaN for a reply without one), and 1 or 0 for a reply with or without a grade."""
     assert config.endpoint is not None
     endpoint, question = Endpoint(config.endpoint, run), config.make_question()
     grades: list[float] = []
@@ -287,7 +286,7 @@ def _ask(
 
 
 def _read_grade(text: str, question: Question) -> float:
-    """Return a reply's grade: to a yes-no question 1 or 0 by its first word, to others its first number; NaN without a valid one."""
+    """Return a reply's grade: for a yes-no question 1 or 0 by its first word, else its first number; NaN if there is no valid grade."""
     if question.answers == ("No", "Yes"):
         word = text.casefold().lstrip("*\"'")
         return 1.0 if word.startswith("yes") else 0.0 if word.startswith("no") else float("nan")

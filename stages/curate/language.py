@@ -54,8 +54,7 @@ def language(documents: Documents, classifier: Classifier | None, config: Langua
     text and text without letters get the language zxx with score 1. The score is the language's probability plus those of languages easily
     confused with it. The classes of `classifier` (from `import_classifier` with the purpose `language`) are ISO 639 codes, optionally with
     a script: `en`, `eng`, `eng_Latn`. The table `languages` has stop words for `heuristics` and threshold factors for `select`. If
-    identification fails, the language is und (undetermined) with score 0, counted in failed_language.
-    """
+    identification fails, the language is und (undetermined) with score 0, counted in failed_language."""
     if classifier is not None:
         load_classifier(classifier, "language")
     counts: Counter[tuple[str, str]] = Counter()
@@ -127,7 +126,7 @@ def _classify(classifier: Artifact, identity: str, seen: str, names: Names) -> F
 
 
 def identify(text: str, max_characters: int = 10_000) -> Found:
-    """Return language, score and script of `text` as the stage `language` does without a classifier; zxx and 1 for code or no letters."""
+    """Return language, score and script of `text` as the stage `language` does without a classifier."""
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     results = prose(data, readonly(np.array([0, len(data)])), np.array([True]), max_characters)
     seen = classifier_text(lambda: text, results, 0, max_characters)
@@ -135,10 +134,9 @@ def identify(text: str, max_characters: int = 10_000) -> Found:
 
 
 def classifier_text(text: Callable[[], str], found: Prose, number: int, max_characters: int) -> str | None:
-    """Return the text of a document from which its language is identified: its prose, or a sample of the whole text if there is little
-    prose; lower-cased if most letters are capitals. Return None for code or a text without letters. `found`: the prose of several
-    documents; `number`: this document's index in it. `text` returns the whole text; it is called only if there is little prose.
-    """
+    """Return the text from which a document's language is identified: its prose, or a sample of the whole text if there is little prose;
+    lower-cased if most letters are capitals. Return None for code or a text without letters. `found`: the prose of several documents;
+    `number`: this document's index in it. `text` returns the whole text; it is called only if there is little prose."""
     seen, letters, capitals = found.of(number), found.letters[number], found.capitals[number]
     if letters < PROGRAM_ENOUGH:
         sample = _sample(text(), max_characters)

@@ -57,8 +57,7 @@ def line_dedup(documents: Documents, config: LineDedupConfig, run: StageRun) -> 
     at their ends; one in 40 corpora of a billion lines has a hash collision. Blank lines are not counted; those after a removed line are
     removed too, if they would follow the start of the text or another blank line. To bound memory, hashes are partitioned by value and
     counted; then the positions of frequent hashes are partitioned by shard. A document that loses all lines is dropped. `removed_lines` has
-    each removed line, so that the input can be rebuilt. `examples` has the most frequent lines of each bucket, even if none is removed.
-    """
+    each removed line, so that the input can be rebuilt. `examples` has the most frequent lines of each bucket, even if none is removed."""
     shards, rows, size = documents.shards(), documents.rows(), config.bucket_documents
     sizes = {bucket: min(size, rows - bucket * size) for bucket in range(-(-rows // size))}
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
@@ -106,7 +105,7 @@ def _pieces(part: Part, config: LineDedupConfig) -> Iterator[pa.Table]:
 def _frequent(
     pieces: Partition, config: LineDedupConfig, sizes: dict[int, int], starts: NDArray[np.int64]
 ) -> tuple[pa.Table, list[tuple[int, int, int]]]:
-    """Return one row per occurrence of a piece too frequent in its bucket, and (bucket, count, number of pieces with this count) tuples."""
+    """Return a row per occurrence of a piece that is too frequent in its bucket, and (bucket, count, number of pieces with this count)."""
     table = pieces.read()
     hashes, row, place = (table[name].to_numpy() for name in ("hash", "row", "place"))
     edges = np.searchsorted(row, [bucket * config.bucket_documents for bucket in [*sizes, len(sizes)]])
@@ -166,7 +165,7 @@ def _remove(
 
 
 def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return a mask of the pieces that look like code. Each distinct piece is examined only once."""
+    """Return a mask of the pieces that look like code, examining each distinct piece once."""
     _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
     seen = np.array([looks_like_code(bytes(data[begin[at] : end[at]]).decode().strip()) for at in first.tolist()], np.bool_)
     return seen[which]

@@ -20,7 +20,7 @@ from puna.storage.exchange import Exchange, Partition, partitions
 
 COLUMNS = ("id", "fetched_at", "source", "text")
 SHARD_ROWS = 1 << 17  # maximum documents per job; a job writes one file per exchange
-AT_ONCE = 1 << 25  # maximum characters of a corpus that one worker compares in memory (150 MB), which saves a fifth of the time
+AT_ONCE = 1 << 25  # maximum characters of a corpus that one worker compares in memory (150 MB); this saves a fifth of the time
 KEY_BYTES = 16
 SHINGLE_BYTES = 2  # approximate bytes of shingles per character of text
 
@@ -30,11 +30,10 @@ def minhash_dedup(documents: Documents, signals: Signals | None, config: Minhash
     """Remove near-duplicates (Broder 1997; Llama 3, section 3.1.1).
 
     Candidates agree in at least one of `bands` bands of their MinHash signatures. They are decided in order of preference: preferred
-    sources first, then the longest, latest or best; ties go by length, time and id. A document is removed if it shares enough shingles with
-    an earlier, kept document and has no long passage that the kept one lacks. Without `verify`, one document of each chain of candidates is
-    kept. `duplicates` has the evidence. A small corpus is compared in memory. For a larger one, band keys are partitioned by value and
-    candidates by component over the workers. One worker holds all edges between candidates, 16 bytes each.
-    """
+    sources first, then the longest, latest or best; length, time and id break ties. A document is removed if it shares enough shingles with
+    an earlier, kept document and has no long passage that the kept one lacks. Without `verify`, one document of each component of
+    candidates is kept. `duplicates` has the evidence. A small corpus is compared in memory. For a larger one, band keys are partitioned by
+    value, and candidates by component; one worker holds all edges between candidates in memory, 16 bytes each."""
     if config.survivor == "best_score":
         check_score(signals, config)
     threshold = config.threshold if config.verify else None
@@ -65,7 +64,7 @@ def _members(run: StageRun, documents: Artifact, parts: list[Part], config: Minh
 
 
 def check_score(signals: Artifact | None, config: MinhashDedupConfig) -> None:
-    """Raise PunaError if the signal `score` is needed to rank near-duplicates but missing."""
+    """Raise PunaError if `signals` lack the signal `score`, which ranks near-duplicates."""
     if signals is None:
         raise PunaError("minhash_dedup.survivor is best_score: give signals that contain the score")
     if config.score not in signals.columns():
@@ -117,7 +116,7 @@ def _gather(
 
 
 def _candidates(item: tuple[Part, Partition], signals: Artifact | None, config: MinhashDedupConfig) -> Iterator[pa.Table]:
-    """Yield the candidates of one part. Their texts are read again, since keeping the shingles of all documents would take more memory."""
+    """Yield the candidates of one part. Their texts are read again, to save the memory for the shingles of all documents."""
     part, members = item
     table = members.read()
     rows, component = (table[name].combine_chunks().to_numpy() for name in ("row", "component"))

@@ -30,8 +30,7 @@ def minhash_update(documents: Documents, previous: list[Decisions], signals: Sig
 
     `previous`: the artifact of `minhash_dedup` with `keep_index`, then its updates in order. The result has the added documents that are
     kept, evidence for those removed, and an index of both; `revisions` has the earlier documents whose decision changes. Only components
-    with added documents are decided again. The combined decisions (see `verdicts`) equal those of `minhash_dedup` on all documents.
-    """
+    with added documents are decided again. The combined decisions (see `verdicts`) equal those of `minhash_dedup` on all documents."""
     settings = _configuration(previous)
     if settings.survivor == "best_score":
         check_score(signals, settings)

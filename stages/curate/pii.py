@@ -36,8 +36,7 @@ def pii(documents: Documents, config: PiiConfig, run: StageRun) -> None:
 
     A masked piece becomes `<EMAIL>`, `<ADDRESS>`, `<PHONE>`, `<CARD>`, `<IBAN>`, `<SSN>` or `<IP_ADDRESS>`; `scores` counts each document's
     masked pieces by kind. The rule `pii_KIND` drops documents with at least `drop[KIND]` pieces of a kind, masked or not. The rule
-    `pii_failed` drops documents that are too long or whose search fails, since they may contain personal data.
-    """
+    `pii_failed` drops documents that are too long or whose search fails, since they may contain personal data."""
     run.transform(_mask, documents, config)
 
 

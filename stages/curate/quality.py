@@ -1,4 +1,4 @@
-"""`quality`: scores of documents as training data, from Puna's own model or from a classifier as in Llama 3 and DCLM."""
+"""`quality`: scores of documents by their quality as training data, from Puna's own model or from a classifier (Llama 3, DCLM)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LANGUAGES = (
 
 
 def needs(config: QualityConfig, facts: Facts) -> list[str]:
-    """Require `language` and the default `positive` if no classifier is given."""
+    """Return messages if, without a classifier, `language` is missing or `positive` is not the default."""
     return [] if facts.inputs.get("classifier") else _lacking(config, bool(facts.inputs.get("language")))
 
 
@@ -52,9 +52,9 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
     Puna's model (`puna.models.classifiers.grades`) was trained on a judge's grades of English documents: `quality` is the probability of a
     grade of 3 (good text) or more; null for other languages. A `classifier`, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM
     (2406.11794), usually separates good sources from others: `quality` is the probability of the class `positive`; null for exempt sources.
-    A classifier from `train_classifier` scores each document with a model not trained on it; it also picks up how sources differ in subject
-    and language. `quality_rank` is the share of scored documents with lower quality, within the document's language if `language` is given.
-    """
+    A classifier from `train_classifier` scores each document with a model not trained on it; it also learns how sources differ in subject
+    and language. `quality_rank` is the share of scored documents with lower quality, within the document's language if `language` is
+    given."""
     if classifier is None:
         if language is None or _lacking(config, True):
             raise PunaError(f"quality: {_lacking(config, language is not None)[0]}")
@@ -71,7 +71,7 @@ def write_scores(
     run: StageRun, documents: Artifact, language: Artifact | None, share: float, score: Callable[..., pa.Table], *args: Any
 ) -> tuple[int, float]:
     """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`, per language if `language` is given.
-    Return the number of scored documents, and the `share` quantile of their quality (0 if none was scored)."""
+    Return the number of scored documents, and the quantile `share` of their quality (0 if none was scored)."""
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
     if not parts:
         run.write_rows([])
@@ -126,7 +126,7 @@ def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], va
 
 
 def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
-    """Return for each value the share of values in its group that are lower, float64[n] in [0, 1); equal values have equal ranks."""
+    """Return the share of values in the same group that are lower, for each value: float64[n] in [0, 1). Equal values have equal ranks."""
     ranks = np.zeros(len(values))
     for group in np.unique(groups):
         members = groups == group

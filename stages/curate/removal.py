@@ -22,7 +22,7 @@ def remove(
     threshold: float | None = None,
 ) -> Sequence[Any]:  # fmt: skip
     """Remove the documents in the tables `decide(item, *args)` (schema DECIDED); write the evidence to `duplicates` and `dropped`. Return
-    the JSON value that `decide` returned with each item's table. With `threshold` None, threshold and value are null in `dropped`."""
+    the JSON value that `decide` returns with each item's table. If `threshold` is None, threshold and value are null in `dropped`."""
     parts = 1 << max(0, (documents.rows() // MANY).bit_length() - 1)
     decided = run.exchange(decide, items, *args, by="id", partitions=parts)
     run.filter(_remove, documents, decided if decided.rows else DECIDED.empty_table(), method, rule, threshold, columns=["id"])

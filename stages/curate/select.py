@@ -52,21 +52,19 @@ class SelectConfig(StageConfig):
     @field_validator("groups", mode="before")
     @classmethod
     def _of_their_classes(cls, given: Any) -> Any:
-        """Return each group as an instance of the class declared under its name."""
         plugins.offers("puna.rules")
         if not isinstance(given or {}, Mapping):
             raise ValueError("give groups by name with their thresholds: {NAME: {threshold: value}}, or {NAME: {}} for the defaults")
         result = {}
         for name, values in (given or {}).items():
             if name not in RULE_GROUPS:
-                raise ValueError(f"{name!r} is not a rule group of a package or module{did_you_mean(name, sorted(RULE_GROUPS))}")
+                raise ValueError(f"{name!r} is not a rule group of an installed package or module{did_you_mean(name, sorted(RULE_GROUPS))}")
             result[name] = values if isinstance(values, RuleGroup) else RULE_GROUPS[name].model_validate(values or {})
         return result
 
     @field_validator("sql", mode="before")
     @classmethod
     def _expressions(cls, given: Any) -> Any:
-        """Return the rules; raise ValueError if one of them is invalid (see `parse`)."""
         if not isinstance(given or {}, Mapping):
             raise ValueError("give rules by name with their conditions: {NAME: 'words < 50'}")
         for name, expression in (given or {}).items():
@@ -84,7 +82,7 @@ class SelectConfig(StageConfig):
 
 
 def needs(config: SelectConfig, facts: Facts) -> list[str]:
-    """Return a message on the first missing signal or bad rule, or on each missing or repeated line table; none if tables are unknown."""
+    """Return a message about the first missing signal or invalid rule, or about each missing or repeated table of lines."""
     inputs = facts.inputs.get("signals", ())
     if any(item.tables is None for item in inputs):
         return []
@@ -104,10 +102,9 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
     Documents that could not be measured are dropped first, as `failed`. Then rules apply in order: the declared thresholds, `groups`,
     `sql`. `dropped` has the first rule that fires, with value and threshold. With signals from the stage `language`, a threshold is
     multiplied by its factor for the document's language (table `languages`). If that factor is null, the rule skips the document, which is
-    counted in abstained_RULE. A document without a row of signals is an error. A null signal drops the document, unless the rule's signal
-    is one that not every document has. Kept documents lose lines that repeat earlier text and, if configured, lines that C4 removes
-    (`removed_lines`). A document that loses all its lines is dropped.
-    """
+    counted in abstained_RULE. Every document must have a row of signals. A null signal drops the document, unless the rule allows null.
+    Kept documents lose lines that repeat earlier text and, if configured, lines that C4 removes (`removed_lines`). A document that loses
+    all its lines is dropped."""
     if not documents.rows():
         run.transform(_select, documents)  # the signals of an empty corpus lack the columns that rules read
         return
@@ -139,7 +136,7 @@ def select(documents: Documents, signals: list[Signals], config: SelectConfig, r
 
 
 def carried_signals(signals: list[Artifact]) -> dict[str, str]:
-    """Return signal → id of the artifact that contains it. Raise PunaError if two artifacts contain the same signal."""
+    """Return signal → id of its artifact. Raise PunaError if two artifacts contain the same signal."""
     carried: dict[str, str] = {}
     for artifact in signals:
         for name in artifact.columns("signals"):

@@ -34,13 +34,13 @@ class SemanticDedupConfig(SeededConfig):
 
 @stage(kind="documents", filters="documents")
 def semantic_dedup(documents: Documents, model: Model | None, encoder: External | None, config: SemanticDedupConfig, run: StageRun) -> None:
-    """Remove documents whose vector is close to that of a kept document (SemDeDup, Abbas et al. 2023). `survivor` says which one is kept.
+    """Remove documents whose vector is close to that of a kept document (SemDeDup, Abbas et al. 2023).
 
     The default vectors are random projections of TF-IDF over normalized words; they match reordered and lightly edited text, not
     paraphrases. With a `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states minus the corpus
-    mean (Mu and Viswanath 2018). Documents are clustered by spherical k-means and visited in order of preference within their cluster. A
-    document of at least `min_words` words is removed if its cosine with a kept one reaches `threshold`. `duplicates` has pairs and cosines.
-    """
+    mean (Mu and Viswanath 2018). Documents are clustered by spherical k-means, and within a cluster visited in the order of `survivor`. A
+    document of at least `min_words` words is removed if its cosine with a kept one reaches `threshold`. `duplicates` has pairs and
+    cosines."""
     if not documents.rows():
         return
     parts = list(enumerate(documents.parts(columns=["id", "fetched_at", "text"])))
@@ -168,7 +168,7 @@ def _sums(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArr
 
 
 def _cluster(vectors: Partition, common: NDArray[np.float64] | None, centers: NDArray[np.float32] | None, size: int) -> pa.Table:
-    """Return documents with their cluster number, and with `place`, the number of the cluster's partition (0 to `size` - 1)."""
+    """Return the documents with their `cluster` number and with `place`, the number of the cluster's partition (0 to `size` - 1)."""
     table = vectors.read()
     own = _read(table, common)
     cluster = np.zeros(len(own), np.int64) if centers is None else np.argmax(own @ centers.T, axis=1)
@@ -178,7 +178,7 @@ def _cluster(vectors: Partition, common: NDArray[np.float64] | None, centers: ND
 
 
 def _decide(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table, int]:
-    """Return the documents to remove from a partition of complete clusters, and one more than the largest cluster number."""
+    """Return the documents to remove from a partition of complete clusters, and the largest cluster number plus one."""
     table = clusters.read()
     vectors = _read(table, None)
     cluster, words, fetched = (table[name].to_numpy() for name in ("cluster", "words", "fetched"))

@@ -34,9 +34,9 @@ class SubstringDedupConfig(StageConfig):
 def substring_dedup(documents: Documents, config: SubstringDedupConfig, run: StageRun) -> None:
     """Remove all but the first occurrence, in id order, of passages of at least `words` words (Lee et al. 2021, ExactSubstr).
 
-    White space is ignored. `removed_spans` has every removed passage. A document is dropped if a removal leaves too few words. The hashes
-    of word windows are partitioned by value. A repeated window is sent first to the shard of its first occurrence, which adds that
-    document's id, and then to its own shard."""
+    White space is ignored. `removed_spans` has every removed passage. A document is dropped if too few words remain. To bound memory, the
+    hashes of word windows are partitioned by value. A repeated window then goes to the shard of its first occurrence, which adds that
+    document's id, and on to its own shard."""
     shards = documents.shards()
     starts, size = np.cumsum([0, *(shard.rows for shard in shards[:-1])]), partitions(WINDOW_BYTES * documents.record().characters)
     parts = documents.parts(columns=["source", "text"], rows=JOB_ROWS)
@@ -67,7 +67,7 @@ def _windows(part: Part, config: SubstringDedupConfig) -> Iterator[pa.Table]:
 
 
 def _repeats(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, int]:
-    """Return all windows except the first of each hash, with the shard and row of the first; and the number of repeated hashes."""
+    """Return all windows except the first of each hash, each with the first one's shard and row; and the number of repeated hashes."""
     table = windows.read()
     hashes, row, number = (table[name].to_numpy() for name in ("hash", "row", "window"))
     order = np.argsort(hashes, kind="stable")  # windows are in row order
@@ -81,7 +81,7 @@ def _repeats(windows: Partition, starts: NDArray[np.int64]) -> tuple[pa.Table, i
 
 
 def _with_ids(item: tuple[ShardRows, Partition], starts: NDArray[np.int64]) -> pa.Table:
-    """Return repeated windows with their own shard, and the id of the document in `item`'s shard that has the window's first occurrence."""
+    """Return repeated windows with their own shard, and the id of the document in `item`'s shard with the window's first occurrence."""
     shard, repeated = item
     table = repeated.read()
     row = table["row"].to_numpy()

@@ -33,7 +33,7 @@ class TrainClassifierConfig(ClassifierConfig):
 
 
 def needs(config: TrainClassifierConfig, facts: Facts) -> list[str]:
-    """Return a message if there are no labels and the known sources do not give both classes, else an empty list."""
+    """Return a message if there are no `labels` and the known sources do not give both classes, else an empty list."""
     names = {source for item in facts.inputs.get("documents", ()) for source in item.sources or ()} - set(config.exempt_sources)
     if facts.inputs.get("labels") or not names or (names & set(config.positive_sources) and names - set(config.positive_sources)):
         return []
@@ -113,8 +113,7 @@ def import_classifier(model: External, config: ImportClassifierConfig, run: Stag
 def classify(documents: Documents, classifier: Classifier, config: StageConfig, run: StageRun) -> None:
     """Write the most probable class of each document and its probability, using a trained or imported classifier.
 
-    Documents that `train_classifier` was trained on are scored by models not trained on them. Both signals are null for exempt sources.
-    """
+    Documents that `train_classifier` was trained on are scored by models not trained on them. Both signals are null for exempt sources."""
     run.transform(_classify, documents, classifier, columns=["id", "source", "text"])
 
 

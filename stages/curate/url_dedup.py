@@ -17,7 +17,7 @@ ROW_BYTES = 150  # approximate bytes per row: a URL, an id and a time
 
 
 class UrlDedupConfig(StageConfig):
-    """The setting that decides if URLs are normalized before they are compared."""
+    """Settings of the comparison of URLs."""
 
     normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and similar differences between URLs")
 

@@ -45,8 +45,7 @@ class Rules(NamedTuple):
     """Rules that drop URLs. Two files list domains and path prefixes: sorted `hashes` uint64[n]; `numbers` uint16[n], indices in `rules`.
 
     `allowed`: domains and prefixes that no rule drops; `listed`: word → rule; `expressions`: (pattern, rule); `words`: see `adult_words`;
-    `longest`: length of the longest domain or prefix, in characters.
-    """
+    `longest`: length of the longest domain or prefix, in characters."""
 
     hashes: str
     numbers: str
@@ -73,8 +72,7 @@ def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilte
 
     `lists`: additional lists, from `block_lists`. A document is dropped if its URL is invalid, is in a listed domain or path, contains
     listed or adult words, or matches a listed expression. Valid URLs without a host, or in `allowed`, are kept. Domains and paths are
-    looked up by 64-bit hashes: with 5 million entries, a collision wrongly drops about one URL in 10^12.
-    """
+    looked up by 64-bit hashes: with 5 million entries, a collision wrongly drops about one URL in 10^12."""
     places: dict[str, str] = {}
     for name, file in LISTS.items():
         if getattr(config, name):
@@ -117,7 +115,7 @@ def _filter(documents: pa.Table, rules: Rules) -> dict[str, Any]:
 
 
 def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
-    """Return for each URL the verdict that drops it, or None if no rule drops it."""
+    """Return each URL's verdict, or None if no rule drops the URL."""
     addresses = [urls.parse(url) for url in written]
     places = [_places(address, rules.longest) if address is not None and address.host else [] for address in addresses]
     listed = _match_lists(places, rules)
@@ -215,8 +213,7 @@ def adult_name(host: str) -> str:
     """Return the adult public suffix of a host, or an adult word in it; empty if there is neither.
 
     Labels are split at hyphens and digits. A piece is adult if it and the next piece together form an adult word; if one adult word and
-    ordinary words cover it, in fewer words than ordinary words alone; or if ordinary words cover all letters before a long adult stem.
-    """
+    ordinary words cover it, in fewer words than ordinary words alone; or if ordinary words cover all letters before a long adult stem."""
     words = _vocabulary()
     domain, _, suffix = urls.names(host)[-1].partition(".")
     if suffix in SUFFIXES:
@@ -234,7 +231,7 @@ def adult_name(host: str) -> str:
 
 def _adult_word(piece: str, words: Vocabulary) -> str:
     """Return the adult word in a piece of a host name; empty if the piece splits better into ordinary words, or cannot be split."""
-    # The minimum number of words that cover the letters up to each position: ordinary words only; or with one adult word, and that word.
+    # For each position: the fewest ordinary words that cover the letters before it; and the fewest with one adult word, and that word.
     plain: list[int | None] = [0] + [None] * len(piece)
     adult: list[tuple[int, str] | None] = [None] * (len(piece) + 1)
     for stop in range(1, len(piece) + 1):

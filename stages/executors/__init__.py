@@ -19,7 +19,8 @@ def local(workers: int | None = None) -> PartExecutor | None:
 
 
 def connect(name: str, workers: int | None = None) -> PartExecutor | None:
-    """Return the executor `name` (None: work here) or raise PunaError. Without an address, start Dask or Ray on `workers` cores."""
+    """Return the executor `name` (None: this process does the work). Without an address, start Dask or Ray with `workers` local processes.
+    Raise PunaError for an unknown name, or a cluster that cannot be used."""
     engine, _, address = name.partition("://")
     if engine == "dask":
         from puna.stages.executors.dask_cluster import DaskCluster

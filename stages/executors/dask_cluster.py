@@ -26,11 +26,10 @@ LOOK_SECONDS = 5.0
 
 
 class DaskCluster(PartExecutor):
-    """The workers of the Dask scheduler at `address`, or if it is empty, `workers` processes on this machine.
+    """The workers of the Dask scheduler at `address` or, if it is empty, `workers` processes on this machine.
 
-    Dask restarts a part if its worker dies. It also restarts a part if the result is lost with the worker, and does not count this restart.
-    So workers report every attempt, and the driver gives up on a part after `ATTEMPTS`. Without Dask or workers, PunaError is raised.
-    """
+    Dask counts a part's restarts if a worker dies while computing it, but not if a result is lost with the worker. So workers report every
+    attempt, and the driver gives up on a part after `ATTEMPTS`. The constructor raises PunaError without Dask, or without workers."""
 
     def __init__(self, address: str, workers: int) -> None:
         super().__init__()
@@ -58,8 +57,8 @@ class DaskCluster(PartExecutor):
         except (OSError, TimeoutError) as error:
             raise PunaError(f"--executor dask: the cluster {self._where} cannot be used ({error}); check that it has workers") from error
         self._topic = f"puna-{uuid.uuid4().hex}"
-        self._begun: dict[str, tuple[Part, Any, int]] = {}
-        self._begun_lock = threading.Lock()
+        self._pending: dict[str, tuple[Part, Any, int]] = {}
+        self._pending_lock = threading.Lock()
         self._client.subscribe_topic(self._topic, self._on_attempt)
         self._looked = 0.0
         self._threads = 1
@@ -68,7 +67,7 @@ class DaskCluster(PartExecutor):
 
     @property
     def slots(self) -> int:
-        """Return how many parts may be at the workers: two per thread, so that the next one has arrived before the current one ends."""
+        """Return how many parts may be at the workers: two per thread, so that a worker's next part arrives before its current one ends."""
         return 2 * self._threads
 
     def has_device(self) -> bool:
@@ -96,8 +95,8 @@ class DaskCluster(PartExecutor):
         future = self._client.submit(
             _compute, self._topic, key, part.payload, key=key, pure=False, retries=0, resources={"GPU": 1} if part.device else None
         )
-        with self._begun_lock:
-            self._begun[key] = (part, future, 0)
+        with self._pending_lock:
+            self._pending[key] = (part, future, 0)
         self._client.loop.add_callback(self._relay, part, future, key)
 
     async def _relay(self, part: Part, future: Any, key: str) -> None:
@@ -106,11 +105,11 @@ class DaskCluster(PartExecutor):
         try:
             answer = await self._answer(future)
         except KilledWorker as error:
-            part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # Dask itself has counted these
+            part.attempts = max(ATTEMPTS, error.allowed_failures + 1)  # attempts that Dask made
             self._retry(part, str(error).partition("Inspecting")[0].strip())
         except (asyncio.CancelledError, CancelledError):
-            with self._begun_lock:
-                given_up = key in self._begun and self._begun[key][2] > ATTEMPTS
+            with self._pending_lock:
+                given_up = key in self._pending and self._pending[key][2] > ATTEMPTS
             if given_up:
                 part.attempts = ATTEMPTS
                 self._retry(part, "its worker ended each time before the result arrived")
@@ -123,13 +122,13 @@ class DaskCluster(PartExecutor):
         else:
             self._deliver(part, answer)
         finally:
-            with self._begun_lock:
-                self._begun.pop(key, None)
+            with self._pending_lock:
+                self._pending.pop(key, None)
             future.release()
 
     async def _answer(self, future: Any) -> Answer:
-        """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`. Dask forgets workers that are away
-        longer than its `lost-worker-timeout`. The lost workers of a local cluster are replaced here."""
+        """Return a part's answer. Raise PunaError if the cluster has had no worker for `GONE_SECONDS`. Replace the lost workers of a local
+        cluster, since Dask forgets workers that are away longer than its `lost-worker-timeout`."""
         result, seen = asyncio.ensure_future(future.result()), time.monotonic()
         while not (await asyncio.wait({result}, timeout=LOOK_SECONDS))[0]:
             if self._local is not None:
@@ -144,18 +143,18 @@ class DaskCluster(PartExecutor):
 
     async def _on_attempt(self, event: tuple[float, Any]) -> None:
         key = event[1]
-        with self._begun_lock:
-            if key not in self._begun:
+        with self._pending_lock:
+            if key not in self._pending:
                 return
-            part, future, count = self._begun[key]
-            self._begun[key] = (part, future, count + 1)
+            part, future, count = self._pending[key]
+            self._pending[key] = (part, future, count + 1)
         if count + 1 > ATTEMPTS:
             await future.cancel()
 
     def _end(self) -> None:
-        """Cancel unfinished parts. Dask finishes calls that have started, but their results are ignored."""
-        with self._begun_lock:
-            for _, future, _ in self._begun.values():
+        """Cancel unfinished parts. Calls that have started still run to their end, but their results are ignored."""
+        with self._pending_lock:
+            for _, future, _ in self._pending.values():
                 self._client.loop.add_callback(future.cancel)
 
     def _close(self) -> None:

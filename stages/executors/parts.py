@@ -20,7 +20,7 @@ AHEAD = 64
 
 
 def probe(engine: str, address: str) -> str:
-    """Return the address if a connection succeeds, else raise PunaError within seconds; Dask and Ray would wait for minutes."""
+    """Return the address if a connection succeeds, else raise PunaError within seconds (Dask and Ray would wait for minutes)."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PunaError(f"--executor {engine}://{address}: not a valid address; write {engine}://HOST:PORT")
@@ -32,7 +32,7 @@ def probe(engine: str, address: str) -> str:
 
 
 class Part:
-    """An unfinished call: the packed call, the number of attempts, and the caller's future."""
+    """An unfinished call: its packed function and arguments, the number of attempts, and the caller's future."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: bool) -> None:
         self.name = getattr(function, "__qualname__", str(function))
@@ -44,7 +44,7 @@ class Part:
 
 
 class PartFuture(Future[Any]):
-    """A future that holds the size in bytes of its arguments until it is done, and then of its result."""
+    """A future with the size in bytes of its call's arguments or, once it is done, of its result."""
 
     bytes = 0
 
@@ -131,11 +131,9 @@ class PartExecutor(Executor):
         """Restart a part whose worker ended. After `ATTEMPTS`, or if the executor is closed, fail it."""
         if part.attempts >= ATTEMPTS or self._closed:
             times = f"{part.attempts} times, the maximum number of attempts" if part.attempts > 1 else "once"
-            message = (
-                f"a worker process ended in the middle of its work ({part.name}; {times}; {reason}). Most likely the system ran out of "
-            )
-            message += "memory: use fewer workers, or a machine with more memory; finished work is kept"
-            return self._fail(part, PunaError(message))
+            remedy = "use fewer workers, or a machine with more memory; finished work is kept"
+            message = f"a worker process ended in the middle of its work ({part.name}; {times}; {reason}). Most likely memory ran out"
+            return self._fail(part, PunaError(f"{message}: {remedy}"))
         with self._lock:
             self._running -= 1
             self._waiting.appendleft(part)
@@ -158,18 +156,17 @@ class PartExecutor(Executor):
         """Accept no more work, and stop unfinished parts instead of waiting for them."""
         self._refuse(drop=True)
         self._end()
-        while not self._wait(0.1):  # a worker that is just being started may only now begin its part
+        while not self._wait(0.1):  # a worker that was still starting may begin its part now
             self._end()
         self._close()
 
     def _refuse(self, drop: bool) -> None:
-        """Accept no more work. `drop`: cancel the waiting parts."""
         with self._lock:
             self._closed = True
             dropped = list(self._waiting) if drop else []
             self._waiting = deque() if drop else self._waiting
         for part in dropped:
-            if not part.future.cancel():  # it had started, and its worker was lost
+            if not part.future.cancel():  # the part was waiting for a restart
                 part.future.set_exception(PunaError(f"{part.name}: stopped before it was started again"))
 
     def _wait(self, seconds: float | None) -> bool:
@@ -177,7 +174,7 @@ class PartExecutor(Executor):
             return self._settled.wait_for(lambda: not self._running and not self._waiting, seconds)
 
     def _end(self) -> None:
-        """Stop unfinished parts. A worker that this executor did not start may finish its part, but the result is ignored."""
+        """Stop unfinished parts. A cluster's worker may finish its part, but the result is ignored."""
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -186,8 +183,8 @@ class PartExecutor(Executor):
 def map_in_order(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
 ) -> Iterator[Any]:
-    """Yield `function(item, *arguments)` in the order of `items`. Without an executor, compute each value here when it is requested. At
-    most `ahead` calls (or two per slot, if more) and about `BYTES_UNDER_WAY` bytes are pending. If the caller stops, cancel the rest."""
+    """Yield `function(item, *arguments)` in the order of `items`. Without an executor, compute each value when it is requested. At most
+    `ahead` calls (or two per slot, if more) and about `BYTES_UNDER_WAY` bytes are pending. If the caller stops early, cancel the rest."""
     if executor is None:
         for item in items:
             yield function(item, *arguments)

@@ -26,7 +26,7 @@ def cores() -> int:
 
 
 class Processes(PartExecutor):
-    """Local processes that share the cores evenly. Each process is its own pool, so if one is killed, the others continue."""
+    """Local processes that share the cores evenly. Each process is a pool of its own, so if one is killed, the others continue."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Processes(PartExecutor):
         self._deliver(part, answer)
 
     def _end(self) -> None:
-        """Stop the workers. A worker that trains a model first has `SAVE_SECONDS` to save its state."""
+        """Stop the workers. A worker that trains a model has `SAVE_SECONDS` to save its state first."""
         workers = [worker for worker in self._context.made if worker.is_alive()]
         deadline = time.monotonic() + SAVE_SECONDS
         try:
@@ -120,7 +120,7 @@ class _Context(SpawnContext):
 
 
 def _start(parent: int) -> None:
-    # Ctrl-C reaches every process of a terminal. Workers end at once, training runs after their step; only the driver reports it.
+    # Ctrl-C reaches every process of a terminal. A worker must end without a traceback, since the driver reports the stop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 

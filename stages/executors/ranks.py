@@ -59,7 +59,8 @@ def join() -> None:
 
 @contextlib.contextmanager
 def together(job: dict[str, Any] | None) -> Iterator[None]:
-    """Run a stage on all processes inside the `with` block; a failed exchange becomes PunaError. `job`: sent to followers (there None)."""
+    """Run a stage on all processes inside the `with` block. Rank 0 sends `job` to the followers, which pass None. Raise PunaError if an
+    exchange with another rank fails."""
     from puna.models.training.parallel import mesh
 
     mesh.together = True
@@ -89,19 +90,20 @@ def agree(wish: bool) -> bool:
 
 
 def first(value: T) -> T:
-    """Return rank 0's JSON value on all ranks that run the stage: all must decide alike, but their own values may differ by rounding."""
+    """Return rank 0's JSON value on all ranks that run the stage. Their own values may differ by rounding, but all must decide alike."""
     return cast("T", json.loads(mesh().gather_texts(json.dumps(value))[0]))
 
 
 def dealt(
     items: Sequence[T], compute: Callable[[list[T]], list[Any]], layout: Layout, key: Callable[[T], Hashable] = lambda item: item
 ) -> list[Any]:
-    """Return all items' JSON values in order, on every rank. `compute` gives those of a rank's share; equal keys share a rank or group."""
+    """Return `compute(items)`, a JSON value per item in order, on every rank. Each rank (or group of a layout) computes a share of the
+    items; items with equal keys are in the same share."""
     return mesh(layout).dealt(items, compute, key)
 
 
 def _last_words() -> str:
-    """Wait `LAST_WORDS` / 2 seconds; return the errors that other ranks have reported, and the ranks that have reported none."""
+    """Return, after `LAST_WORDS` / 2 seconds, the errors that other ranks have reported, and the ranks that have reported none."""
     from puna.models.training.parallel import mesh
 
     time.sleep(LAST_WORDS / 2)
@@ -141,13 +143,13 @@ def lines_of_ranks() -> list[str]:
 
 
 def follow(do: Callable[[dict[str, Any]], None]) -> None:
-    """Run the jobs that rank 0 sends, until it sends `END`. If a job fails or the store is gone, report why and exit with status 1."""
+    """Run the jobs that rank 0 sends, until it sends `END`. If a job fails or rank 0 is gone, report it and exit with status 1."""
     from puna.models.training.parallel import mesh
 
     number = 0
     while True:
         try:
-            while not mesh.store().check([f"job-{number}"]):  # `wait` would block the store, which this process needs for its log lines
+            while not mesh.store().check([f"job-{number}"]):  # `wait` would block this process's log lines
                 time.sleep(LOOK)
             text = mesh.store().get(f"job-{number}").decode()
             if text == END:
@@ -155,7 +157,7 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
             do(json.loads(text))
         except Exception as error:
             gone = isinstance(error, RuntimeError) and mesh.is_of_exchange(error)
-            time.sleep(LAST_WORDS * gone)  # an error of rank 0 itself says more
+            time.sleep(LAST_WORDS * gone)  # rank 0's own error is more informative
             words = f"rank {os.environ['RANK']}: {GONE if gone else f'{type(error).__name__}: {error}'}"
             print(words, file=sys.stderr)
             with contextlib.suppress(RuntimeError):
@@ -166,7 +168,7 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
 
 
 def finish() -> None:
-    """Tell the followers to end, and wait for them: they may still exchange, or read the store, which this rank may hold."""
+    """Tell the followers to end, and wait for them, since they may still use the key-value store, which may end with this rank."""
     if count() > 1:
         from puna.models.training.parallel import mesh
 
@@ -189,8 +191,7 @@ def start(command: Sequence[str], processes: int) -> int:
     """Run a command in `processes` processes on this machine, like torchrun, and return an exit status.
 
     If a signal kills one process, all are killed and restarted, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0, whose training
-    run saves its state; after that nothing is restarted. Only rank 0 has stdin and stdout; all ranks have stderr.
-    """
+    run saves its state; then no process is restarted. Only rank 0 has stdin and stdout; all ranks have stderr."""
     for attempt in range(RESTARTS + 1):
         status = _attempt(command, processes, attempt)
         if status >= 0:
@@ -200,7 +201,8 @@ def start(command: Sequence[str], processes: int) -> int:
 
 
 def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
-    """Run all ranks. Return rank 0's exit status, else another failed rank's, else 0; minus the signal that killed one, unless stopped."""
+    """Run all ranks. Return the exit status of rank 0, else of another failed rank, else 0. If a signal killed a rank and no stop was
+    requested, return minus the signal's number."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

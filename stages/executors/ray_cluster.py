@@ -18,8 +18,8 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 class RayCluster(PartExecutor):
-    """The workers of the Ray cluster whose client port is at `address`, or if it is empty, `workers` processes on this machine.
-    The constructor raises PunaError if Ray is not installed or cannot be used."""
+    """The workers of the Ray cluster whose client port is at `address` or, if it is empty, `workers` processes on this machine.
+    The constructor raises PunaError if Ray is not installed or does not start."""
 
     below = False
 
@@ -51,11 +51,11 @@ class RayCluster(PartExecutor):
                 ) from error
         self._resources: dict[str, float] = ray.cluster_resources()
         self._task = ray.remote(compute)
-        self._begun: dict[Part, Any] = {}
+        self._pending: dict[Part, Any] = {}
 
     @property
     def slots(self) -> int:
-        """Return how many parts may be at the workers: two per core, so that the next one has arrived before the current one ends."""
+        """Return how many parts may be at the workers: two per core, so that a worker's next part arrives before its current one ends."""
         return max(1, 2 * int(self._resources.get("CPU", 1)))
 
     def has_device(self) -> bool:
@@ -64,13 +64,13 @@ class RayCluster(PartExecutor):
     def _begin(self, part: Part) -> None:
         # Attempts are counted here, not by Ray.
         task = self._task.options(max_retries=0, num_cpus=1, num_gpus=1 if part.device else 0)
-        self._begun[part] = reference = task.remote(part.payload)
+        self._pending[part] = reference = task.remote(part.payload)
         reference.future().add_done_callback(partial(self._complete, part))
 
     def _complete(self, part: Part, future: Future[Answer]) -> None:
         from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, WorkerCrashedError
 
-        self._begun.pop(part, None)
+        self._pending.pop(part, None)
         try:
             answer = future.result()
         except (WorkerCrashedError, NodeDiedError, ObjectLostError, OutOfMemoryError) as error:
@@ -81,7 +81,7 @@ class RayCluster(PartExecutor):
             self._deliver(part, answer)
 
     def _end(self) -> None:
-        for reference in list(self._begun.values()):
+        for reference in list(self._pending.values()):
             self._ray.cancel(reference, force=True)
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""A process that runs jobs of a user's code one at a time. If a job takes too long, the process and its children are killed."""
+"""A process that runs a user's code, one job at a time. If a job takes too long, the process and its children are killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Apart:
-    """A process that runs the function `work`, which returns JSON. It starts with the first job, and anew after errors or new modules."""
+    """A process that runs the function `work`, which returns JSON. It starts with the first job, and again after errors or new modules."""
 
     def __init__(self, work: Work) -> None:
         names = [work.__module__, work.__name__]
@@ -25,7 +25,8 @@ class Apart:
         self.close = self._process.end
 
     def ask(self, job: dict[str, Any], seconds: float, memory_mb: int | None = None) -> dict[str, Any] | str:
-        """Return a job's result, or an error message. `memory_mb`: limit for all jobs (Linux), beyond use at the first one."""
+        """Return a job's result, or a message if it exceeds a limit. `seconds`: maximum CPU time. `memory_mb`: maximum MiB in addition to
+        the memory in use at the first job (Linux only)."""
         try:
             return self._process.ask((job, memory_mb), b"", None, seconds)
         except LimitError as error:
@@ -33,7 +34,7 @@ class Apart:
 
 
 def serve() -> None:
-    """Run the jobs on standard input (`bounded_process.py`). Arguments: module and name of the work function, then modules to add."""
+    """Run the jobs on standard input. The command line has the work function's module and name, then the modules to add."""
     module, name, *modules = sys.argv[1:]
     for plugin in modules:
         plugins.add(plugin)

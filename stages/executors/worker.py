@@ -26,7 +26,7 @@ from puna.storage import PunaError
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The versions that a process computes with: Python, Puna's sources, plugins, libraries."""
+    """The versions of everything that a process computes with: Python, Puna's sources, plugins, libraries."""
 
     python: str
     code: str
@@ -73,13 +73,12 @@ class Answer:
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return a part packed for a worker, including definitions that it uses from the driver's `__main__` (a notebook or script)."""
     call = cloudpickle.dumps((function, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     return pickle.dumps((asdict(fingerprint()), plugins.added_modules(), call), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def compute(payload: bytes) -> Answer:
-    """Return a part's result, its error, or why this worker refuses it. Errors are returned, so that all executors treat them alike."""
+    """Return a part's result, its error, or the reason why this worker refuses it. Returned errors are treated alike by all executors."""
     driver, modules, call = pickle.loads(payload)  # noqa: S301 - from the driver
     try:
         if refused := _refusal(Fingerprint(**driver), modules):
@@ -93,7 +92,8 @@ def compute(payload: bytes) -> Answer:
 
 
 def _refusal(driver: Fingerprint, modules: dict[str, str]) -> str:
-    """Import the driver's `modules`. Return why this worker must not compute for the driver, or "". Raise PunaError if an import fails."""
+    """Import the driver's `modules`. Return the reason why this worker must not compute for the driver, or "". Raise PunaError if an import
+    fails."""
     here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
     for name, file in modules.items():
         if name not in plugins.added_modules():

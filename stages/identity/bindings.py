@@ -37,14 +37,13 @@ class Module:
     _canonical: dict[int, tuple[ast.AST, list[ast.AST]]] = field(default_factory=dict)
 
     def canonical(self, node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-        """Return the cached `canonical(node)`, since one statement may bind several names."""
         if id(node) not in self._canonical:
             self._canonical[id(node)] = canonical(node)
         return self._canonical[id(node)]
 
 
 def load(name: str) -> Module:
-    """Return the parsed bindings of module `name`; raise PunaError if its file changed since this process imported it."""
+    """Return the bindings of module `name`. Raise PunaError if its file has changed since this process imported it, or is not available."""
     file = source_file(name)
     if file is not None:
         stat = file.stat()
@@ -119,7 +118,7 @@ def origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
 
 
 def imported_names(node: ast.Import | ast.ImportFrom, where: str) -> dict[str, Target]:
-    """Return local name → (module, symbol or None) of an import's first-party names; raise PunaError for `import *` of followed code."""
+    """Return local name → (module, symbol or None) of an import's first-party names. Raise PunaError for `import *` from followed code."""
     targets: dict[str, Target] = {}
     if isinstance(node, ast.Import):
         for alias in node.names:

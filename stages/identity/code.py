@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from puna.stages.contract.declaration import Stage
 
 FORMAT = 1
-"""The version of the contract: what inputs stages get, and how parts are cut and joined. Changing it changes every key."""
+"""Version of the contract: of the inputs that stages get, and of how parts are cut and joined. A new version changes every key."""
 Name = tuple[str, str]
 OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")
 
@@ -56,7 +56,7 @@ def reach(*roots: Name) -> dict[str, str]:
     hashes = {"contract": str(FORMAT), **reach.symbols}
     data = []
     for name, file in reach.data:
-        # The stage may have read the file earlier, and cached it.
+        # The stage may have read the file before it changed.
         sources.check([file])
         hashes[name] = sources.source_digest(file)
         data.append((os.path.basename(file), hashes[name]))
@@ -195,7 +195,7 @@ def _symbol(source: Module, name: str) -> Symbol | None:
         for annotation in annotations:
             uses += _names_in(annotation, source, local)[0]
         words += data_files.texts(inside)
-        foreign.update({f" {name}": name for name in _found_packages(inside)})
+        foreign.update({f" {name}": name for name in _libraries_by_name(inside)})
         if any(isinstance(n, ast.Name) and isinstance(_constant(source, n.id), Path) for n in inside):
             opened += data_files.opened_files(plain, partial(_constant, source))
     opened += _beside(dict.fromkeys(words), source.file.parent)
@@ -207,7 +207,7 @@ def _symbol(source: Module, name: str) -> Symbol | None:
 
 
 def _operation(source: Module, name: str) -> Symbol:
-    """Return the symbol of a tensor operation: its declared version, and its reference if it has one."""
+    """Return the symbol of a tensor operation: its declared version, and a use of its reference if it has one."""
     reference = f"{name.rstrip('_')}_reference"
     uses = ((source.name, reference),) if reference in source.symbols else ()
     return Symbol(_hash(["numerics", str(source.numerics[name])]), uses, (), (), ())
@@ -236,7 +236,7 @@ def _targets(module: str, symbol: str | None) -> list[tuple[str, str]]:
 
 
 def _names_in(node: ast.AST, source: Module, local: dict[str, list[Target]]) -> tuple[list[Name], str]:
-    """Return a tree's first-party symbols in order, and its text with `module.symbol` written as `symbol`."""
+    """Return the first-party symbols in a tree, in order, and the tree's text with `module.symbol` written as `symbol`."""
     uses: list[Name] = []
 
     def reference(inner: ast.AST) -> str | None:
@@ -277,7 +277,7 @@ def _hash(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _found_packages(nodes: list[ast.AST]) -> Iterator[str]:
+def _libraries_by_name(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield the libraries named by a string in calls of `find_spec`, `files` or `import_module`."""
     for node in nodes:
         if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):

@@ -27,7 +27,6 @@ def source_file(name: str) -> Path | None:
 
 
 def is_library(name: str) -> bool:
-    """True for a module of the standard library, or of an installed distribution without plugins."""
     if name.split(".")[0] in sys.stdlib_module_names:
         return True
     try:
@@ -37,7 +36,6 @@ def is_library(name: str) -> bool:
 
 
 def notebook() -> str:
-    """Return the cells run so far if `__main__` is a notebook; otherwise ""."""
     cells = getattr(sys.modules["__main__"], "In", None)
     return "\n".join(map(str, cells)) if isinstance(cells, list) else ""
 

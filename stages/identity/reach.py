@@ -1,7 +1,7 @@
-"""A cache of the code that symbols reach, since following code takes seconds and the result rarely changes.
+"""A cache of the code that symbols reach, since following code takes seconds.
 
-An entry is valid while every source file it was built from, the list of Puna's files, the analyser's own code and Python are unchanged. A
-damaged entry is ignored. Only code within Puna is cached, because new data files may appear beside a user's module."""
+An entry is valid while every source file it was built from, the list of Puna's files, the analyser's own code and the Python version are
+unchanged. A damaged entry is ignored. Only code within Puna is cached, because data files may be added beside a user's module."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def cached_reach(roots: Sequence[tuple[str, str]]) -> Reach | None:
 
 
 def _read(roots: Sequence[tuple[str, str]], of: str) -> Reach:
-    """Return a cached entry; raise an error if it is damaged or out of date."""
+    """Return a cached entry. Raise ValueError, or an error of reading JSON, if it is damaged or out of date."""
     data = json.loads(_file(roots).read_bytes())
     if data["of"] != of or data["checksum"] != _checksum(data["reach"]):
         raise ValueError
@@ -89,12 +89,12 @@ def _own(names: Iterable[Sequence[str]]) -> bool:
 
 
 def _file(roots: Sequence[tuple[str, str]]) -> Path:
-    """Return the cache file for these symbols of this checkout; a newly computed reach overwrites it."""
+    """Return the cache file for these symbols of this checkout."""
     return cache.folder() / FOLDER / f"{hashlib.sha256(json.dumps([str(sources.ROOT), *roots]).encode()).hexdigest()[:32]}.json"
 
 
 def _of(roots: Sequence[tuple[str, str]]) -> str:
-    """Return, as JSON, what a cached entry depends on apart from its source files."""
+    """Return, as JSON, everything that a cached entry depends on, except its source files."""
     return json.dumps([platform.python_version(), sources.contract(), sources.listing(), *roots])
 
 

@@ -49,13 +49,13 @@ def _read(files: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
-def _together(digests: dict[str, str]) -> str:
+def _combined_digest(digests: dict[str, str]) -> str:
     return hashlib.sha256("\n".join(f"{os.path.relpath(n, ROOT)} {d}" for n, d in sorted(digests.items())).encode()).hexdigest()[:16]
 
 
 _FILES = list(_source_files())
 _AT_START = _read(_FILES)
-_WHOLE = _together(_AT_START)
+_WHOLE = _combined_digest(_AT_START)
 _unedited: dict[str, tuple[str, int, int, int, int]] = {}
 """Files verified as unedited: their digest, and their inode, size and times when they were checked."""
 
@@ -85,7 +85,7 @@ def check(files: Iterable[Path | str]) -> None:
         if not same:
             raise PunaError(
                 f"{file} was edited while this process runs, and the process still runs the old code: nothing is committed, "
-            "since its key would refer to the new code; start it again"
+                "since its key would refer to the new code. Start the process again"
             )
         if time.time() - now.st_ctime > SETTLED:
             _unedited[file] = state
@@ -99,10 +99,10 @@ def whole() -> str:
 @cache
 def contract() -> str:
     """Return one digest of the source files in this package, which analyses code."""
-    return _together({name: digest for name, digest in _AT_START.items() if os.path.dirname(name) == os.path.dirname(__file__)})
+    return _combined_digest({name: digest for name, digest in _AT_START.items() if os.path.dirname(name) == os.path.dirname(__file__)})
 
 
 @cache
 def listing() -> str:
     """Return one digest of the names of all files that were in Puna's source folders at the start of this process."""
-    return _together({str(file): "" for file in _FILES})
+    return _combined_digest({str(file): "" for file in _FILES})

@@ -81,10 +81,9 @@ def _join_texts(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def canonical(node: ast.AST) -> tuple[ast.AST, list[ast.AST]]:
-    """Return the canonical statement, and the annotations of its variables outside functions (such as class fields).
+    """Return the canonical statement, and the annotations of its variables outside functions (such as class fields). Change it in place.
 
-    An annotation's names are reached but not hashed, except for the arguments of `Annotated`. The tree is changed in place.
-    """
+    An annotation's names are reached but not hashed, except for the arguments of `Annotated`."""
     worker = _Canonical()
     return worker.visit(node), worker.annotations
 
@@ -154,7 +153,7 @@ class _Canonical(ast.NodeTransformer):
     visit_FunctionDef = visit_AsyncFunctionDef = _function
 
     def _with_body(self, node: Any) -> ast.AST:
-        """Visit the statements of a function or class in the innermost scope, leave that scope, and return the function or class."""
+        """Visit the body of a function or class in the innermost scope, leave that scope, and return the function or class."""
         node.body = [new for item in node.body if (new := self.visit(item)) is not None] or [ast.Pass()]
         self.scopes.pop()
         return cast("ast.AST", node)

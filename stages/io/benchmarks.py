@@ -29,8 +29,8 @@ Build = Callable[["Plan", Fields], Values]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's format. `needs` (required), `may` (optional): field → usual columns. `build` converts a row. `tells`: True if the
-    values in these columns belong to this benchmark."""
+    """A benchmark's format. `needs` (required), `may` (optional): field → usual columns. `build` converts a row. `tells`: returns True if
+    the rows' values in these columns look like this benchmark's."""
 
     name: str
     build: Build
@@ -55,7 +55,7 @@ ASIDE: dict[str, tuple[str, ...]] = {"id": (), "split": ("split",), "task": ("ta
 
 
 def find(rows: Sequence[Fields], given: Mapping[str, str], layout: str) -> tuple[Benchmark, dict[str, str]] | None:
-    """Return the first benchmark that fits the rows (`layout`: its name, or "auto" for any), and its field → column; None if none fits."""
+    """Return the first benchmark that fits the rows, and its field → column; None if none fits. `layout`: its name, or "auto" for any."""
     for one in BENCHMARKS.values():
         if layout in ("auto", one.name) and (columns := one.columns(rows, given)) is not None:
             return one, columns
@@ -74,7 +74,7 @@ def _optional(plan: Plan, row: Fields, name: str) -> str | None:
 def _list(plan: Plan, row: Fields, name: str) -> list[Any]:
     value = plan.value(row, name)
     if not isinstance(value, list) or not value:
-        raise Refused(plan.name(name), "wrong_type", "is an empty list" if value == [] else f"holds {turns.kind_of(value)}, not a list")
+        raise Refused(plan.name(name), "wrong_type", "is an empty list" if value == [] else f"contains {turns.kind_of(value)}, not a list")
     return value
 
 
@@ -85,7 +85,8 @@ def _texts(plan: Plan, row: Fields, name: str) -> list[str]:
 
 
 def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: Sequence[str] = LETTERS, start: int = 0) -> int:
-    """Return the index of the correct option: a label, number from `start` (negative: none) or text. Raise Refused unless one fits."""
+    """Return the index of the correct option, which the row gives as a label, as the option's text, or as a number counted from `start`
+    (negative: not as a number). Raise Refused unless exactly one option fits."""
     value = plan.get(row, name)
     text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
     option_labels = list(labels)[: len(options)]
@@ -98,19 +99,21 @@ def _index(plan: Plan, row: Fields, name: str, options: Sequence[str], labels: S
     if len(indices) == 1:
         return indices.pop()
     if indices:
-        raise Refused(plan.name(name), "two_answers", f"{text!r} is the text of one option and the number of another; give its letter")
-    raise Refused(plan.name(name), "no_answer", f"holds {str(value)[:40]!r}, none of the {len(options)} options; a test split may hide it")
+        raise Refused(plan.name(name), "two_answers", f"{text!r} is the text of one option and the number of another; give a letter")
+    problem = f"contains {str(value)[:40]!r}, which is none of the {len(options)} options; test splits often hide the answers"
+    raise Refused(plan.name(name), "no_answer", problem)
 
 
 def _choice(question: str, options: Sequence[str], right: Sequence[int], mixed: bool = False) -> Values:
-    """Return a multiple-choice prompt. `right`: correct options; `mixed`: shuffle by hash. Refuse unless 2 to 26 options, not all right."""
+    """Return a multiple-choice prompt. `right`: indices of correct options; `mixed`: shuffle by hash. Raise Refused unless there are 2 to
+    26 options, some of them wrong."""
     if not 2 <= len(options) <= len(LETTERS):
         raise Refused("options", "wrong_number", f"are {len(options)}; a question has 2 to {len(LETTERS)}")
     order = sorted(range(len(options)), key=lambda i: identifier(question, options[i], i)) if mixed else list(range(len(options)))
     texts = [options[i] for i in order]
     places = [place for place, option in enumerate(texts) if option in {options[i] for i in right}]
     if len(places) == len(texts):
-        raise Refused("options", "all_right", "are all right: there is nothing to choose")
+        raise Refused("options", "all_right", "are all correct, so there is nothing to choose")
     lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, texts, strict=False))
     text = f"{question}\n\n{lines}\n\nAnswer with the letter of the right option alone."
     return _question(text, LETTERS[places[0]], "choice", options=texts, right=places)
@@ -169,7 +172,7 @@ def _arc(plan: Plan, row: Fields) -> Values:
         choices = {name: [choice.get(name) for choice in choices] for name in ("text", "label")}
     options, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (None, None)
     if not isinstance(options, list) or not isinstance(labels, list) or len(options) != len(labels):
-        raise Refused(plan.name("choices"), "wrong_type", "holds no lists text and label of one length")
+        raise Refused(plan.name("choices"), "wrong_type", "does not contain the lists text and label of equal length")
     right = _index(plan, row, "answer", options, [str(label) for label in labels], start=-1)
     return _choice(plan.text(row, "question"), [turns.text(option, plan.name("choices")) for option in options], [right])
 
@@ -218,10 +221,10 @@ def _blimp(plan: Plan, row: Fields) -> Values:
 def _truthfulqa(plan: Plan, row: Fields) -> Values:
     targets = plan.value(row, "targets")
     if not isinstance(targets, dict):
-        raise Refused(plan.name("targets"), "wrong_type", f"holds {turns.kind_of(targets)}, not an object")
+        raise Refused(plan.name("targets"), "wrong_type", f"contains {turns.kind_of(targets)}, not an object")
     choices, labels = (targets.get("choices"), targets.get("labels")) if "choices" in targets else (list(targets), list(targets.values()))
     if not isinstance(choices, list) or not isinstance(labels, list) or len(choices) != len(labels):
-        raise Refused(plan.name("targets"), "wrong_type", "holds no lists choices and labels of one length")
+        raise Refused(plan.name("targets"), "wrong_type", "does not contain the lists choices and labels of equal length")
     right = [number for number, label in enumerate(labels) if label == 1]
     if not right:
         raise Refused(plan.name("targets"), "no_answer", "labels no choice with 1")
@@ -268,7 +271,7 @@ def _has_labels(rows: Sequence[Fields], columns: dict[str, str]) -> bool:
 
 
 def _mostly(rows: Sequence[Fields], column: str, is_so: Callable[[Any], bool]) -> bool:
-    """True if `is_so` holds for at least half of a column's non-null values, or there are none. Rows that do not fit are refused later."""
+    """True if `is_so` is true for at least half of a column's non-null values, or there are none. Other rows are refused later."""
     values = [value for row in rows if (value := field_at(row, column)) is not None]
     return 2 * sum(map(is_so, values)) >= len(values)
 

@@ -1,4 +1,4 @@
-"""Conversion of rows in a known layout to rows of Puna's tables; an invalid row raises `Refused` with the field and the reason."""
+"""Conversion of rows in a known layout to rows of Puna's tables. An invalid row raises `Refused` with the field and the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from puna.stages.io.turns import Refused
 from puna.stages.reading.dates import moment
 
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-RANKS = {"rank", "ranks", "ranking", "rankings"}  # a column whose name contains such a word holds ranks; others hold scores
+RANKS = {"rank", "ranks", "ranking", "rankings"}  # words in the name of a column of ranks; other columns contain scores
 HELDOUT = ("heldout", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -28,7 +28,7 @@ def instructions(plan: Plan, row: Fields) -> Values:
         answer = "completion" if plan.layout == "prompt_completion" else "output"
         messages = [*_context(plan, row), *_answer(plan.get(row, answer), plan.name(answer))]
     if not any(message["role"] == "assistant" for message in messages):
-        raise Refused(plan.name("messages"), "no_answer", "has no turn of the assistant to learn from")
+        raise Refused(plan.name("messages"), "no_answer", "has no assistant message to learn from")
     return {"messages": dump(_with_system(plan, row, messages)), "tools": _tools(plan, row)}
 
 
@@ -43,7 +43,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
             last = messages.pop()
             reference = reference if reference is not None else last["content"] or None
         if not messages or messages[-1]["role"] not in ("user", "tool"):
-            raise Refused(plan.name("messages"), "no_question", "has no turn before the answer")
+            raise Refused(plan.name("messages"), "no_question", "has no user message before the answer")
     else:
         messages = _context(plan, row)
     if reference is not None and not isinstance(reference, str):
@@ -52,7 +52,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
     if verifier is not None:
         value = turns.parse(verifier, plan.name("verifier")) if isinstance(verifier, str) else verifier
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise Refused(plan.name("verifier"), "wrong_type", "is no verifier: an object with a name and parameters")
+            raise Refused(plan.name("verifier"), "wrong_type", "is not a verifier, which is an object with a name and parameters")
         verifier = dump(value)
     return {"messages": dump(_with_system(plan, row, messages)), "tools": _tools(plan, row), "reference": reference, "verifier": verifier}
 
@@ -60,7 +60,7 @@ def prompts(plan: Plan, row: Fields) -> Values:
 def preferences(plan: Plan, row: Fields) -> Values:
     context, values = {"pairs": _pair, "kto": _labelled_row, "ranked": _ranked_row, "compared": _compared_row}[plan.layout](plan, row)
     if not context:
-        raise Refused(plan.name("prompt"), "no_prompt", "has no turn before the answers")
+        raise Refused(plan.name("prompt"), "no_prompt", "has no message before the answers")
     columns = dict.fromkeys(("edited", "others", "level", "margin", "chosen_model", "rejected_model")) | values
     texts = {name: dump(value) if isinstance(value, dict | list) else value for name, value in columns.items()}
     return {"messages": dump(_with_system(plan, row, context)), "tools": _tools(plan, row), **texts}
@@ -72,10 +72,10 @@ def documents(plan: Plan, row: Fields) -> Values:
     title, url, date = (plan.get(row, field) for field in ("title", "url", "date"))
     for value, field in ((title, "title"), (url, "url")):
         if value is not None and not isinstance(value, str):
-            raise Refused(plan.name(field), "wrong_type", f"holds {turns.kind_of(value)}, not text")
+            raise Refused(plan.name(field), "wrong_type", f"contains {turns.kind_of(value)}, not text")
     fetched = moment(date)
     if fetched is None:
-        raise Refused(plan.name("date"), "wrong_type", f"holds {str(date)[:40]!r}, not a date")
+        raise Refused(plan.name("date"), "wrong_type", f"contains {str(date)[:40]!r}, not a date")
     return {"text": text, "title": title or None, "url": url or None, "fetched_at": fetched}
 
 
@@ -93,12 +93,13 @@ def split_of(plan: Plan, row: Fields) -> str | None:
     if name in HELDOUT:
         return "heldout"
     if name != "train":
-        raise Refused(plan.name("split"), "unknown_split", f"holds {str(value)[:40]!r}; known are train, {', '.join(HELDOUT)}")
+        known = f"the known splits are train, {', '.join(HELDOUT)}"
+        raise Refused(plan.name("split"), "unknown_split", f"contains {str(value)[:40]!r}; {known}")
     return "train"
 
 
 def _context(plan: Plan, row: Fields) -> list[Message]:
-    """Return the turns before the answer: the first of prompt, instruction and messages, joined with the row's other texts."""
+    """Return the messages before the answer, from the first of prompt, instruction and messages, joined with the row's other texts."""
     main = next((name for name in ("prompt", "instruction", "messages") if name in plan.columns), "")
     value, field = plan.get(row, main), plan.name(main)
     if main == "prompt" and turns.is_dialogue(value):
@@ -122,7 +123,7 @@ def _context(plan: Plan, row: Fields) -> list[Message]:
     if whole[-len(context) :] == context:
         return whole
     if whole and (whole[: len(context)] != context or [message["role"] for message in whole[len(context) :]] != ["assistant"]):
-        problem = f"holds turns that {field} lacks; put the whole context into one column, or leave this one out"
+        problem = f"contains messages that {field} lacks; put the whole context into one column, or leave this one out"
         raise Refused(plan.name("messages"), "two_contexts", f"{problem}: {IGNORE.format(plan.name('messages'))}")
     return context
 
@@ -136,7 +137,7 @@ def _answer(value: Any, field: str) -> list[Message]:
 def _one_answer(messages: Sequence[Message], field: str) -> Message:
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages) or "nothing"
-        raise Refused(field, "not_one_answer", f"goes on from the context with {roles}, not with one turn of the assistant")
+        raise Refused(field, "not_one_answer", f"continues the context with {roles}, not with one assistant message")
     return messages[0]
 
 
@@ -145,7 +146,7 @@ def _with_system(plan: Plan, row: Fields, messages: list[Message]) -> list[Messa
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
     if messages[0]["role"] == "system":
-        raise Refused(plan.name("system"), "two_systems", "gives a system message, and the messages begin with another")
+        raise Refused(plan.name("system"), "two_systems", "is a system message, but the messages begin with another one")
     return [{"role": "system", "content": plan.text(row, "system")}, *messages]
 
 
@@ -156,7 +157,7 @@ def _tools(plan: Plan, row: Fields) -> str | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise Refused(plan.name("tools"), "wrong_type", f"holds {turns.kind_of(value)}, not a list of tools")
+        raise Refused(plan.name("tools"), "wrong_type", f"contains {turns.kind_of(value)}, not a list of tools")
     return dump(value)
 
 
@@ -189,7 +190,8 @@ def _others(value: Any, field: str) -> list[Message]:
     for number, one in enumerate(messages):
         _one_answer([one], f"{field}.{number}")
         if not isinstance(one.get("rank"), int) or one["rank"] < -1:
-            raise Refused(f"{field}.{number}.rank", "wrong_type", "is no rank: 0 as good as chosen, 1, 2, … between, -1 as bad as rejected")
+            ranks = "a rank is 0 (as good as chosen), 1, 2, … (between) or -1 (as bad as rejected)"
+            raise Refused(f"{field}.{number}.rank", "wrong_type", f"is not a rank; {ranks}")
     return messages
 
 
@@ -198,24 +200,24 @@ def _side(value: Any, field: str) -> list[Message]:
     if isinstance(value, str) and turns.is_dialogue(value):
         return turns.dialogue(value, field)
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-        with contextlib.suppress(Refused):  # a CSV cell holds messages as JSON; any other JSON is an answer's text
+        with contextlib.suppress(Refused):  # JSON that is not messages is an answer's text
             return turns.messages(value, field)
     return _answer(value, field)
 
 
 def _behind(context: list[Message], messages: list[Message], field: str) -> list[Message]:
-    """Return one side's messages without the context. Raise Refused if there are several and they do not start with the context."""
+    """Return one side's messages after the context. Raise Refused if there are several and they do not start with the context."""
     if messages[: len(context)] == context:
         return messages[len(context) :]
     if len(messages) > 1:
-        raise Refused(field, "prompt_differs", "repeats a context that is not the prompt")
+        raise Refused(field, "prompt_differs", "begins with messages other than the prompt")
     return messages
 
 
 def _margin(plan: Plan, row: Fields) -> Values:
     level = plan.get(row, "level")
     if level is not None and level not in LEVELS:
-        raise Refused(plan.name("level"), "unknown_level", f"holds {str(level)[:40]!r}; known are {', '.join(LEVELS)}")
+        raise Refused(plan.name("level"), "unknown_level", f"contains {str(level)[:40]!r}; the known levels are {', '.join(LEVELS)}")
     values: Values = {"level": level}
     if plan.get(row, "margin") is not None:
         values["margin"] = turns.number(plan.get(row, "margin"), plan.name("margin"))
@@ -244,14 +246,14 @@ def _ranked_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     field = plan.name("answers")
     answers = plan.value(row, "answers")
     if not isinstance(answers, list):
-        raise Refused(field, "missing" if answers is None else "wrong_type", f"holds {turns.kind_of(answers)}, not a list of answers")
+        raise Refused(field, "missing" if answers is None else "wrong_type", f"contains {turns.kind_of(answers)}, not a list of answers")
     if len(answers) < 2:
-        raise Refused(field, "one_answer", f"has {len(answers)} answers: a ranking takes two")
+        raise Refused(field, "one_answer", f"has {len(answers)} answers, but a ranking needs at least two")
     worth, by_rank = _worth(plan, row, answers)
     messages = [(value, _candidate(answer, f"{field}.{i}")) for i, (value, answer) in enumerate(zip(worth, answers, strict=True))]
     tiers = [[message for value, message in messages if value == tier] for tier in sorted(set(worth), reverse=True)]
     if len(tiers) == 1:
-        raise Refused(field, "all_equal", "are all equally good: there is nothing to prefer")
+        raise Refused(field, "all_equal", "are all equally good, so there is nothing to prefer")
     ranks = [0, *range(1, len(tiers) - 1), -1]
     (chosen, *best), (*worst, rejected) = tiers[0], tiers[-1]
     others = [{**m, "rank": rank} for rank, tier in zip(ranks, (best, *tiers[1:-1], worst), strict=True) for m in tier]
@@ -267,7 +269,7 @@ def _compared_row(plan: Plan, row: Fields) -> tuple[list[Message], Values]:
     worth, field = turns.number(plan.get(row, "preference"), plan.name("preference")), plan.name("preference")
     if worth not in (-3, -2, -1, 1, 2, 3):
         rule, reason = ("wrong_type", "not a whole number from -3 to 3") if worth else ("all_equal", "neither answer is better")
-        raise Refused(field, rule, f"holds {worth:g}: {reason}")
+        raise Refused(field, rule, f"contains {worth:g}: {reason}")
     sides = [_one_answer(_answer(plan.get(row, side), plan.name(side)), plan.name(side)) for side in ("first", "second")]
     better, worse = sides if worth < 0 else reversed(sides)
     value, field = plan.get(row, "history"), plan.name("history")
@@ -287,29 +289,29 @@ def _candidate(answer: Any, field: str) -> Message:
 
 
 def _worth(plan: Plan, row: Fields, answers: Sequence[Any]) -> tuple[list[float], bool]:
-    """Return a number per answer, larger for better answers, and whether the numbers are negated ranks rather than scores."""
+    """Return a number per answer, larger for better answers, and True if the numbers are negated ranks, not scores."""
     if "scores" in plan.columns:
         field = plan.name("scores")
         values = plan.value(row, "scores")
         if not isinstance(values, list) or len(values) != len(answers):
             amount = f"{len(values)} numbers" if isinstance(values, list) else turns.kind_of(values)
-            raise Refused(field, "wrong_number", f"holds {amount} for {len(answers)} answers")
+            raise Refused(field, "wrong_number", f"contains {amount} for {len(answers)} answers")
         numbers = [turns.number(value, f"{field}.{i}") for i, value in enumerate(values)]
         return ([-value for value in numbers], True) if RANKS & {word.lower() for word in WORD.findall(field)} else (numbers, False)
     field = plan.name("answers")
     fields = {name for answer in answers if isinstance(answer, dict) for name in SCORES if answer.get(name) is not None}
     if len(fields) != 1:
-        raise Refused(field, "no_score", f"have {' and '.join(sorted(fields)) or 'no score, rating or rank'}: one of them is needed")
+        raise Refused(field, "no_score", f"have {' and '.join(sorted(fields)) or 'neither score, rating nor rank'}; give one of these")
     (name,) = fields
     for i, answer in enumerate(answers):
         if not isinstance(answer, dict):
-            raise Refused(f"{field}.{i}", "wrong_type", f"is {turns.kind_of(answer)}, not an answer with its {name}")
+            raise Refused(f"{field}.{i}", "wrong_type", f"is {turns.kind_of(answer)}, not an answer with a {name}")
     numbers = [turns.number(answer.get(name), f"{field}.{i}.{name}") for i, answer in enumerate(answers)]
     return ([-value for value in numbers], True) if name == "rank" else (numbers, False)
 
 
 def _edit(plan: Plan, row: Fields, answers: Sequence[Any], worth: Sequence[float]) -> Message | None:
-    """Return the best answer's edit, from its field or the column `edited`, or None. Raise Refused for two edits or another's edit."""
+    """Return the best answer's edit, from its field or the column `edited`, or None. Raise Refused for two edits, or another answer's."""
     first = max(range(len(worth)), key=lambda i: (worth[i], -i))
     edits = [(i, a["edited"]) for i, a in enumerate(answers) if isinstance(a, dict) and a.get("edited") is not None]
     if plan.get(row, "edited") is not None:

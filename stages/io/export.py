@@ -27,7 +27,7 @@ LAYOUT = (".json", ".safetensors", ".jinja")  # suffixes of the model files that
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target`, or is removed after an error. Raise PunaError if `target` has files or is a file."""
+    """Yield a temporary folder that becomes `target`, or is removed after an error. Raise PunaError unless `target` is new or empty."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PunaError(f"export: {target} already exists and is not empty; give a new folder")
@@ -48,13 +48,12 @@ def export_data(artifact: Artifact, folder: Path | str, format: Literal["parquet
 
     Parquet has the columns as stored. JSON Lines have conversations as lists of messages: `messages` for instructions, `prompt` for
     prompts. Preferences have `prompt`, `chosen`, `rejected`, `edited` and `others`, if known; a single answer without an edit is
-    `completion`, with a boolean `label`. Raise PunaError if there is no table, if JSON would have to hold bytes, or if `folder` has files.
-    """
+    `completion`, with a boolean `label`. Raise PunaError without a table, for bytes in JSON, or if `folder` has files."""
     if artifact.kind not in artifact.tables:
         raise PunaError(f"{artifact.id} has no table to export; models are exported by export_model")
     wrong = [field.name for field in artifact.schema() if pa.types.is_binary(field.type)]
     if format == "jsonl" and wrong:
-        raise PunaError(f"{artifact.id}: the column {wrong[0]} holds bytes, which JSON cannot store; export it as parquet")
+        raise PunaError(f"{artifact.id}: the column {wrong[0]} contains bytes, which JSON cannot store; export it as parquet")
     with new_folder(Path(folder)) as part:
         (_parquet if format == "parquet" else _jsonl)(artifact, part / f"{artifact.kind}.{format}")
     return Path(folder) / f"{artifact.kind}.{format}"
@@ -101,18 +100,17 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     """Write a model artifact to a new or empty folder; return the sorted paths of its files.
 
     `hf`: weights, configuration, tokenizer and chat template for transformers, vLLM and lm-eval. `gguf`: one file for llama.cpp, named
-    after the folder. `awq`: hf with 4-bit layer matrices, whose scales are calibrated on the file `text`, which should resemble the model's
-    inputs. `adapter`: LoRA adapters kept by training, in PEFT's format. Raise PunaError if the artifact is not a model, is damaged, lacks
-    adapters or does not fit the format; if awq lacks a readable `text`, another format has one, or `folder` has files.
-    """
+    after the folder. `awq`: like hf, with 4-bit matrices whose scales are calibrated on the file `text`, which should resemble the model's
+    inputs; other formats take no `text`. `adapter`: the LoRA adapters that training saved (`lora.keep`), in PEFT's format. Raise PunaError
+    if the artifact does not fit the format or is damaged, if `text` cannot be read, or if `folder` has files."""
     if (format == "awq") != (text is not None):
-        raise PunaError("export: awq, and no other format, needs a text to calibrate scales; give a text file only with format awq")
+        raise PunaError("export: the format awq needs a text file to calibrate its scales, and other formats take none")
     if artifact.kind != "model":
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; give a model")
     if damage := artifact.damage():
         raise DamagedArtifact.of(artifact.id, damage)
     if json.loads((artifact.path() / "config.json").read_text(encoding="utf-8")).get("reward_pooling", "last") != "last":
-        reward = f"its reward is a mean over the answer's tokens, which {format} cannot represent"
+        reward = f"its reward is a mean over the answer's tokens, which the format {format} cannot represent"
         raise PunaError(f"export: {artifact.id}: {reward}; train it with pooling=last")
     target = Path(folder)
     with new_folder(target) as part:

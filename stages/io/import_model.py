@@ -34,7 +34,8 @@ def local_folder(files: External, scratch: Path) -> Path:
 
 
 def snapshot(stage: str, uri: str, target: Path, patterns: Callable[[list[str]], tuple[str, ...]]) -> Path:
-    """Download files of `hf://OWNER/NAME@COMMIT` that match `patterns(all names)` to `target`; return it. Raise PunaError on failure."""
+    """Download the files of `hf://OWNER/NAME@COMMIT` that match `patterns(all file names)` to `target`; return the folder. Raise PunaError
+    on failure; `stage` begins the message."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -62,7 +63,7 @@ class ImportModelConfig(StageConfig):
     @field_validator("chat_template")
     @classmethod
     def _read(cls, value: str | None) -> str | None:
-        """Return a template's text, since the key depends on it. `value`: name, file or text. Raise ValueError for a missing file."""
+        """Return the template's text, which is part of the artifact's key. `value`: name, file or text."""
         if value is None or "{" in value:
             return value
         from puna.models.tokens.template import TEMPLATES
@@ -79,8 +80,7 @@ def import_model(model: External, config: ImportModelConfig, run: StageRun) -> N
     """Import a model from a checkpoint: a folder in Hugging Face format, a GGUF file, or `hf://OWNER/NAME[@REVISION]`.
 
     The family, all tensors' names and shapes, and the vocabulary size are checked first. A chat template must end answers in a stop token.
-    The metrics describe the model. The sampling settings of generation_config.json are kept.
-    """
+    The metrics describe the model. The sampling settings of generation_config.json are kept."""
     import torch
 
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
@@ -103,7 +103,7 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
 
     rows = network.config.vocab_size
     if tokenizer.vocab_size > rows:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: {tokenizer.token(rows)!r} has none"
+        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, but the embeddings only {rows} rows: none for {tokenizer.token(rows)!r}"
         raise PunaError(f"import_model: {uri}: {sizes}; use the tokenizer that the model was trained with")
     if tokenizer.template is None:
         return
@@ -140,7 +140,7 @@ def _local(model: External, scratch: Path) -> Path:
     if model.uri.startswith("hf://") and not model.files:
         return _gguf_file(snapshot("import_model", model.uri, scratch / "hub", needed), model.uri)
     if len(model.files) == 1 and not model.files[0].name.endswith(".gguf"):
-        raise PunaError(f"import_model: {model.uri}: give the model's folder, which holds its configuration and tokenizer, or a GGUF file")
+        raise PunaError(f"import_model: {model.uri}: give the model's folder with its configuration and tokenizer, or a GGUF file")
     return _gguf_file(local_folder(model, scratch), model.uri)
 
 
@@ -150,5 +150,5 @@ def _gguf_file(path: Path, uri: str) -> Path:
     files = sorted(path.glob("*.gguf"))
     if len(files) != 1:
         message = f"{len(files)} GGUF files ({', '.join(file.name for file in files[:3])}): name one" if files else "no GGUF file"
-        raise PunaError(f"import_model: {uri} holds no config.json of a Hugging Face model, and {message}")
+        raise PunaError(f"import_model: {uri} has no config.json of a Hugging Face model, and {message}")
     return files[0]

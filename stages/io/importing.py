@@ -1,4 +1,4 @@
-"""Code that the import stages share: it finds files, detects the format of each input, reads rows in workers and counts dropped rows.
+"""Code that the import stages share: finding files, detecting formats and layouts, reading rows in workers, and counting dropped rows.
 
 One worker reads each file. Rows are then partitioned by id, and the first row of each id is kept. Invalid and repeated rows go to the table
 `dropped` with file, row, field and reason, or stop the run (`bad_rows`)."""
@@ -80,7 +80,8 @@ class PromptRowsConfig(SplitConfig):
 
 
 def import_rows(kind: str, layout: str, inputs: Sequence[External], config: ImportConfig, run: StageRun) -> None:
-    """Write tables of valid rows, `dropped` rows and `examples` (each input's layout, and a row). Raise PunaError without valid rows."""
+    """Write the tables of valid rows, of `dropped` rows and of `examples` (each input's layout, with a row). `kind`: the kind of artifact;
+    `layout`: a layout's name or "auto". Raise PunaError if no row is valid."""
     jobs = list(_jobs(inputs, kind, config, run))
     if isinstance(config, PromptRowsConfig) and config.verifier:
         from_text(named_verifier(config.verifier))
@@ -107,7 +108,7 @@ def import_rows(kind: str, layout: str, inputs: Sequence[External], config: Impo
     if not sum(result["kept"] for result in counts):
         why = ", ".join(f"{number} {rule}" for rule, number in rules.most_common())
         _, first = min((result["first"] for result in counts if result["first"]), default=[0, ""])
-        raise PunaError(f"{run.stage}: no row of {', '.join(plans)} can be taken: {why or 'there are none'}. The first: {first}")
+        raise PunaError(f"{run.stage}: no row of {', '.join(plans)} is valid: {why or 'there are none'}. The first: {first}")
     run.write_rows(examples, "examples")
     run.metric("files", len(jobs))
     run.metric("rows", (run.input_rows or 0))
@@ -151,7 +152,7 @@ def look(external: External, format: str) -> Files:
         else:
             results.beside.append(file.name)
     if results.beside and not results.formats:
-        raise PunaError(f"input {external.uri}: none of its {len(external.files)} files holds rows: {', '.join(results.beside[:5])}")
+        raise PunaError(f"input {external.uri}: none of its {len(external.files)} files contains rows: {', '.join(results.beside[:5])}")
     splits = {name: split for name in results.formats if (split := split_named(name))}
     if not whole and "train" in splits.values():
         results.splits = splits
@@ -159,7 +160,7 @@ def look(external: External, format: str) -> Files:
 
 
 def split_named(name: str) -> str:
-    """Return the split that a word in a file's path names, such as `hh_test.jsonl` or `validation/…`, file name first; else ""."""
+    """Return the first split named by a word of a file's path (`hh_test.jsonl`, `validation/…`), file name first; "" if there is none."""
     path = PurePosixPath(name.lower())
     stem = SHARD.sub("", path.name.partition(".")[0])
     words = [word for part in (stem, *reversed(path.parts[:-1])) for word in re.split(r"[-._ ]+", part)]
@@ -167,7 +168,7 @@ def split_named(name: str) -> str:
 
 
 def _jobs(inputs: Sequence[External], kind: str, config: ImportConfig, run: StageRun) -> Iterator[Job]:
-    """Yield the files and hub shards to read. Record files without rows, and held-out files (skipped for documents), as metrics."""
+    """Yield the files and hub shards to read. Report files without rows, and held-out files (not read for documents), as metrics."""
     first_rows = {external.name: look(external, config.format) for external in inputs}
     beside = [name for files in first_rows.values() for name in files.beside]
     apart = [name for files in first_rows.values() for name in files.formats if files.heldout(name)]
@@ -205,12 +206,12 @@ def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Import
         if len(sample) >= SNIFFED_ROWS:
             break
     if not sample and fault is not None:
-        raise PunaError(f"input {name}: none of its first records is a row; row {fault.number} {fault.reason}")
+        raise PunaError(f"input {name}: none of its first records is a valid row; row {fault.number} {fault.reason}")
     if not sample:
         return None, {}
     verified = isinstance(config, PromptRowsConfig) and bool(config.verifier)
     plan = layouts.plan(kind, sample, f"input {name}", layout, config.columns, verified)
-    example = next((text for row in sample if (text := _example(kind, plan, row)) is not None), "no row of the first ones can be taken")
+    example = next((text for row in sample if (text := _example(kind, plan, row)) is not None), "none of the first rows is valid")
     about = {"layout": plan.layout, "why": plan.why, "columns": plan.columns, "format": jobs[0].format}
     texts = {"prompt": _json(sample[0]), "text": example, "detail": dump(about)}
     return plan, {"id": f"layout-{name}", "kind": "layout", **texts}
@@ -282,7 +283,7 @@ def _take_row(row: Row, job: Job, plan: Plan, kind: str, config: ImportConfig) -
     try:
         for column, meaning in plan.unread.items():
             if fields.get(column) not in EMPTY and column not in config.ignored_columns:
-                reason = f"holds {meaning}, which layout {plan.layout} does not read; leave it out: {IGNORE.format(column)}"
+                reason = f"contains {meaning}, which layout {plan.layout} does not read; leave it out: {IGNORE.format(column)}"
                 raise Refused(column, "unread_column", reason)
         values = convert.CONVERT[kind](plan, fields)
         own = plan.get(fields, "id")
@@ -309,7 +310,7 @@ def named_verifier(text: str) -> str:
 
 
 def _check_question(values: dict[str, Any]) -> None:
-    """Raise Refused if a row does not suit the configured verifier, for example if it needs a reference and the row has none."""
+    """Raise Refused if the configured verifier cannot score the row, for example because the row has no reference."""
     try:
         from_text(values["verifier"]).check(Question("of this row", "", "", values["reference"]))
     except PunaError as error:
@@ -332,13 +333,13 @@ def _without_nulls(value: Any) -> Any:
 def _about(plan: Plan, row: dict[str, Any], job: Job, config: ImportConfig) -> dict[str, Any]:
     task = plan.get(row, "task")
     if task is not None and (not isinstance(task, str) or not task.strip()):
-        raise Refused(plan.name("task"), "wrong_type", "is no name of a task")
+        raise Refused(plan.name("task"), "wrong_type", "is not a task's name: give text")
     of_file = job.split if job.file is not None else ""
     return {"task": task or config.task or job.source, "split": convert.split_of(plan, row) or of_file or None}
 
 
 def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
-    """Raise Refused for an invalid verifier, or one that names code outside the allowed modules: rows are untrusted."""
+    """Raise Refused for an invalid verifier, or one that names code outside the allowed modules, since rows are untrusted."""
     try:
         todo = [from_text(text)]
     except (PunaError, RecursionError) as error:
@@ -353,7 +354,7 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
 
 
 def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
-    """Return `values` plus the row's id (`named`, else a digest), its prompt's id (not for prompts) and its split."""
+    """Return `values` with the row's id (`named`, else a digest), its prompt's id (except for prompts) and its split."""
     context, tools = values["messages"], values["tools"] or ""
     content: tuple[Any, ...]
     if kind == "instructions":
@@ -374,13 +375,14 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
 
 
 def _first_of_each_id(rows: pa.Table, kind: str, bad_rows: str) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return a partition's first row of each id and its dropped rows, as tables, and counts. Refuse repeats if `bad_rows` says so."""
+    """Return the first row of each id in a partition and the dropped rows, as tables, and counts. Raise PunaError for a repeated id if
+    `bad_rows` is refuse."""
     rows = rows.sort_by([("id", "ascending"), ("order", "ascending")])
     ids, valid = rows["id"].to_pylist(), pc.is_valid(rows["place"])
     (first, repeated), again = repetitions(ids), []
     for at in repeated:
         where = rows["place"][at].as_py()
-        detail = f"{where}, field id: the row is there already, as {ids[at]}"
+        detail = f"{where}, field id: an earlier row has the same id, {ids[at]}"
         if bad_rows == "refuse":
             raise PunaError(detail)
         again.append({"id": identifier("duplicate", where), "rule": "duplicate", "detail": detail})

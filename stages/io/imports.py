@@ -23,11 +23,10 @@ class ImportPreferencesConfig(SplitConfig):
 def import_preferences(inputs: list[External], config: ImportPreferencesConfig, run: StageRun) -> None:
     """Import preferences: chosen and rejected answers, labelled (KTO), scored or ranked answers, or pairs with a preference from -3 to 3.
 
-    Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"); without a prompt, the messages that both start with
+    Chosen and rejected answers are text, messages, or HH dialogues ("\\n\\nHuman:"). Without a prompt, the messages with which both start
     are the context. Instruction, prompt and input are joined. In a ranking, the best answer is chosen, the worst rejected, the rest
     `others`. `examples` shows how each input was read; `dropped` lists each invalid or repeated row with field and reason. Rows without an
-    id get one from their content. Of rows that name no split, a tenth of the prompts is held out by default.
-    """
+    id get one from their content. By default, a tenth of the prompts is held out if rows name no split."""
     import_rows("preferences", config.layout, inputs, config, run)
 
 
@@ -41,8 +40,7 @@ class ImportInstructionsConfig(SplitConfig):
 def import_instructions(inputs: list[External], config: ImportInstructionsConfig, run: StageRun) -> None:
     """Import conversations to learn from: messages (role and content, or from and value), prompt and completion, or instruction and output.
 
-    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same conversation).
-    """
+    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same conversation)."""
     import_rows("instructions", config.layout, inputs, config, run)
 
 
@@ -56,8 +54,7 @@ class ImportDocumentsConfig(ImportConfig):
 def import_documents(inputs: list[External], config: ImportDocumentsConfig, run: StageRun) -> None:
     """Import documents from rows with a text and, optionally, title, URL and date. For HTML pages and archives, use `ingest`.
 
-    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same URL and text).
-    """
+    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same URL and text)."""
     import_rows("documents", config.layout, inputs, config, run)
 
 
@@ -75,11 +72,9 @@ class ImportPromptsConfig(PromptRowsConfig):
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
     """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier, if given.
 
-    If a conversation ends in an answer, that answer is the reference, unless the row names another. Rows of known benchmarks are recognised
-    by their columns and get the benchmark's question and verifier (`puna.stages.io.benchmarks`). The metrics `columns_not_taken_*` name
-    unused columns; `prompts_without_verifier` counts rows without a verifier.
-
-    `examples` shows how each input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same messages). Verifiers
-    may name only functions of modules that `--module` or a plugin names. By default, a tenth of rows without a split is held out.
-    """
+    If a conversation ends in an answer, that answer is the reference, unless the row has another. Rows of known benchmarks are recognised
+    by their columns and get the benchmark's question and verifier (`puna.stages.io.benchmarks`). Verifiers may call only functions from the
+    modules of `--module` and of installed plugins. By default, a tenth of the rows without a split is held out. `examples` shows how each
+    input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same messages). The metrics `columns_not_taken_*`
+    name unused columns; `prompts_without_verifier` counts rows without a verifier."""
     import_rows("prompts", config.layout, inputs, config, run)

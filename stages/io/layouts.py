@@ -1,7 +1,7 @@
 """Common formats (layouts) of data sets: the columns that each layout needs, and the detection of an input's layout.
 
-All layouts of a table kind are tried; for prompts without verifiers, benchmarks come first, and the first that fits is used. If the rows
-fit several layouts, or a required field fits several columns, an error lists the candidates and how to declare one."""
+All layouts of a kind of table are tried. For prompts without verifiers, benchmarks come first, and the first that fits is used. If the rows
+fit several layouts, or several columns fit a required field, an error lists them and how to declare one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout. `needs`: groups of fields, each of which must have at least one; `may`: optional fields; `why`: what the rows hold."""
+    """A layout. `needs`: groups of fields; rows have a field of each group. `may`: optional fields; `why`: the rows' content in words."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -85,7 +85,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 NULL_IF_EMPTY = ("id", "task", "split", "verifier", "level", "margin", "chosen_score", "rejected_score", "edited", "others")
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
-"""Values without content. An unused column that holds only these is neither refused nor reported."""
+"""Values without content. An unused column with no other values is neither refused nor reported."""
 IGNORE = "--set 'ignored_columns=[\"{}\"]'"
 MEDIA = ("image", "images", "image_path", "image_url", "image_1", "video", "videos", "audio", "audios")
 OTHERS = dict.fromkeys(MEDIA, "pictures or sounds") | dict.fromkeys(("system", "system_prompt"), "a system message") | {"tools": "tools"}
@@ -96,13 +96,13 @@ LISTS = ("choices", "options", "endings", "mc1_targets", "mc2_targets", "sol1", 
 OPTIONS = dict.fromkeys((*LISTS, *FIRST), "the answers to choose from")
 TESTS = dict.fromkeys(("test", "tests", "test_list", "test_cases", "input_output"), "tests of a program")
 CHECKS = TESTS | {"instruction_id_list": "instructions that a checker tests"}
-"""Column → what it holds in known data sets. Without it a row would be another question or, for `CHECKS`, unchecked."""
+"""Column → its content in known data sets. Without it, a row would be another question or, for `CHECKS`, unchecked."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for reading an input's rows. `why`: how the layout was detected; `declared`: the user named it, so labels may be 1 and 0;
-    `unread`: column → meaning of columns that the layout does not read and that must be empty in every row."""
+    """A plan for reading an input's rows. `columns`: field → column; `why`: how the layout was detected; `declared`: the user named it, so
+    labels may be 1 and 0; `unread`: column → content, for columns that the layout does not read and that must be empty in every row."""
 
     layout: str
     columns: dict[str, str]
@@ -140,11 +140,11 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
     fields = sorted(usual | of_benchmarks)
     if wrong := sorted(set(given) - set(fields)):
-        raise PunaError(f"columns: {wrong[0]!r} is no field of {kind}; the fields are {', '.join(fields)}")
+        raise PunaError(f"columns: {wrong[0]!r} is not a field of {kind}; the fields are {', '.join(fields)}")
     for field, path in given.items():
         if all(field_at(row, path) is None for row in rows):
             there = ", ".join(dict.fromkeys(name for row in rows for name in row))
-            raise PunaError(f"{where}: no row has the column {path!r} (columns.{field}); there are {there}")
+            raise PunaError(f"{where}: no row has the column {path!r} (columns.{field}); the columns are {there}")
     own = "verifier" in given or any(row.get("verifier") is not None for row in rows)
     recognised = benchmarks.find(rows, given, layout) if kind == "prompts" and not (own and layout == "auto") else None
     if recognised is not None:
@@ -197,7 +197,8 @@ def _checked(kind: str, plan: Plan, rows: Sequence[Fields], where: str, verified
         f"leave it out ({IGNORE.format(column)})",
     ]
     why = "no known benchmark has these columns" if kind == "prompts" and not known else f"layout {plan.layout} does not read it"
-    raise PunaError(f"{where}: column {column!r} holds {unread[column]}, and {why}. Without it rows lose meaning: {'; or '.join(remedies)}")
+    problem = f"column {column!r} contains {unread[column]}, and {why}. Without it, rows lose meaning"
+    raise PunaError(f"{where}: {problem}: {'; or '.join(remedies)}")
 
 
 def _present(field: str, rows: Sequence[Fields], given: Mapping[str, str]) -> list[str]:
@@ -230,12 +231,12 @@ SCORES = ("score", "rating", "rank", "overall_score")
 
 
 def _columns(one: Layout, rows: Sequence[Fields], where: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return field → column, the first that fits. Raise PunaError if several fit a required field, `reference` or a kto or ranked row."""
+    """Return field → first column that fits. Raise PunaError if several fit a required field, `reference`, or (kto, ranked) the context."""
     columns: dict[str, str] = {}
     for field in dict.fromkeys((*one.required_fields, *one.may)):
         names = [name for name in _present(field, rows, given) if name not in columns.values()]
         if len(names) > 1 and (field in one.required_fields or field == "reference"):
-            raise PunaError(f"{where}: {field} may be {' or '.join(names)}; say which, for example --columns {field}={names[0]}")
+            raise PunaError(f"{where}: {field} may be {' or '.join(names)}; choose one, for example --columns {field}={names[0]}")
         if names:
             columns[field] = names[0]
     context = [columns[field] for field in ("prompt", "messages", "instruction") if field in columns]
@@ -249,12 +250,12 @@ def _check_values(found: Plan, rows: Sequence[Fields], where: str) -> None:
         labels = [found.get(row, "label") for row in rows]
         if not any(isinstance(label, bool) or str(label).strip().lower() in ("true", "false") for label in labels):
             values_text = ", ".join(sorted({str(label)[:20] for label in labels if label is not None})[:5])
-            problem = f"{found.name('label')} holds {values_text}, not true or false: it may be a label, a class or a score"
-            raise PunaError(f"{where}: {problem}. Where 1 means good and 0 bad, declare it: --set layout=kto")
+            problem = f"{found.name('label')} contains {values_text}, not true or false: it may be a label, a class or a score"
+            raise PunaError(f"{where}: {problem}. If 1 means good and 0 bad, declare it: --set layout=kto")
     if found.layout == "pairs" and not {"prompt", "instruction", "messages"} & set(found.columns):
         sides = [found.get(row, "chosen") for row in rows]
         if all(isinstance(side, str) and not turns.is_dialogue(side) and not side.lstrip().startswith(("[", "{")) for side in sides):
-            problem = f"{found.name('chosen')} and {found.name('rejected')} are plain text and no column is the prompt"
+            problem = f"{found.name('chosen')} and {found.name('rejected')} are plain text, and no column is the prompt"
             raise PunaError(f"{where}: {problem}: name it, for example --columns prompt=COLUMN")
 
 
@@ -266,5 +267,5 @@ def _unclear(kind: str, rows: Sequence[Fields], where: str, layout: str, fits: S
     candidates = [one for one in LAYOUTS[kind] if layout in ("auto", one.name)]
     needs = "; ".join(f"{one.name} needs {' and '.join(' or '.join(need) for need in one.needs)}" for one in candidates)
     first = {"preferences": "chosen", "documents": "text"}.get(kind, "prompt")
-    hint = f"Say which column holds what, for example --columns {first}=COLUMN"
+    hint = f"Map fields to columns, for example --columns {first}=COLUMN"
     return f"{where}: its columns ({there}) fit no layout of {kind}. {needs}. {hint}"

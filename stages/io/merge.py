@@ -19,10 +19,9 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -> None:
     """Merge the adapters of a folder in PEFT's format into the model's weights, which keep their dtype.
 
-    The folder, local or `hf://OWNER/NAME`, holds adapter_config.json and adapter_model.safetensors, as written by PEFT, TRL and stages with
-    `lora.keep`. The adapter types in `models.bounds.ADAPTERS` (LoRA, also with DoRA, LoHa, IA3, …) are accepted. Raise PunaError for
-    others, for unsafe settings, and for an unexpected or missing tensor. The model's tokenizer is kept.
-    """
+    The folder, local or `hf://OWNER/NAME`, contains adapter_config.json and adapter_model.safetensors, as written by PEFT, TRL and stages
+    with `lora.keep`. The adapter types in `models.bounds.ADAPTERS` (LoRA, also with DoRA, LoHa, IA3, …) are accepted. Raise PunaError for
+    other types, for unsafe settings, and for an unexpected or missing tensor. The model's tokenizer is kept."""
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 
     folder = _folder(adapter, run)
@@ -42,7 +41,7 @@ def _folder(adapter: External, run: StageRun) -> Path:
         if not (folder / name).is_file():
             other = (folder / "adapter_model.bin").is_file()
             pickled = "; adapter_model.bin is a pickle, which may run code and is not read" if other else ""
-            raise PunaError(f"merge: {adapter.uri} holds no {name}: give the folder that PEFT's save_pretrained wrote{pickled}")
+            raise PunaError(f"merge: {adapter.uri} has no {name}; give the folder that PEFT's save_pretrained wrote{pickled}")
     return folder
 
 
@@ -64,9 +63,9 @@ def _merge(network: Transformer, folder: Path, model: Artifact, uri: str) -> tup
         report = adapted.load_adapter(str(folder), "default", low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise PunaError(f"merge: {uri} does not fit {model.id}: {str(error).strip()}") from error
-    for names, what in ((report.unexpected_keys, "the model has no place for"), (report.missing_keys, "there is no")):
+    for names, what in ((report.unexpected_keys, "the model does not have the tensor"), (report.missing_keys, "it lacks the tensor")):
         if names:
-            more = f", nor {len(names) - 1} more" if names[1:] else ""
+            more = f" and {len(names) - 1} more" if names[1:] else ""
             raise PunaError(f"merge: {uri} does not fit {model.id}: {what} {names[0]}{more}")
     numbers = sum(tensor.numel() for name, tensor in adapted.named_parameters() if "lora_" in name or ".modules_to_save." in name)
     return adapted.merge_and_unload(safe_merge=True).to_transformer(), numbers

@@ -1,4 +1,4 @@
-"""Conversion of messages and values from public data sets to Puna's format; a `Refused` error names the field."""
+"""Conversion of messages and values from public data sets to Puna's format. A `Refused` error names the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIASES = {
     "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
 """Role name in data sets → Puna's role name."""
-CALLS = ("function_call", "tool_call")  # roles of turns that hold a tool call of the assistant, as JSON
+CALLS = ("function_call", "tool_call")  # roles of turns that are a tool call of the assistant, as JSON
 HUMAN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -34,7 +34,7 @@ def messages(value: Any, field: str) -> list[Message]:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
-        raise Refused(field, "wrong_type", f"holds {kind_of(value)}, not a list of messages")
+        raise Refused(field, "wrong_type", f"contains {kind_of(value)}, not a list of messages")
     if not value:
         raise Refused(field, "empty", "has no messages")
     return [message(turn, f"{field}.{number}") for number, turn in enumerate(value)]
@@ -44,13 +44,13 @@ def parse(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused(field, "wrong_type", f"holds text that is neither JSON nor a dialogue ({error})") from error
+        raise Refused(field, "wrong_type", f"contains text that is neither JSON nor a dialogue ({error})") from error
 
 
 def message(turn: Any, field: str) -> Message:
     """Return a message with Puna's role names and text; a turn of `CALLS` becomes the assistant's `tool_calls`. Null values are dropped."""
     if not isinstance(turn, dict):
-        raise Refused(field, "wrong_type", f"holds {kind_of(turn)}, not a message")
+        raise Refused(field, "wrong_type", f"contains {kind_of(turn)}, not a message")
     names = [(a, b) for a, b in (("role", "content"), ("from", "value")) if turn.get(a) is not None]
     if len(names) != 1:
         keys = ", ".join(map(str, turn)) or "nothing"
@@ -62,7 +62,8 @@ def message(turn: Any, field: str) -> Message:
         return {"role": "assistant", "content": "", "tool_calls": _calls(turn.get(content_key), field), **rest}
     role = ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise Refused(f"{field}.{by}", "unknown_role", f"names the role {turn[by]!r}; known are {', '.join((*ROLES, *ALIASES, *CALLS))}")
+        known = ", ".join((*ROLES, *ALIASES, *CALLS))
+        raise Refused(f"{field}.{by}", "unknown_role", f"has the role {turn[by]!r}; the known roles are {known}")
     content = _content(turn.get(content_key), f"{field}.{content_key}", calls=bool(rest.get("tool_calls")))
     return {"role": role, "content": content, **rest}
 
@@ -75,9 +76,9 @@ def _content(content: Any, field: str, calls: bool) -> str:
     if content is None and calls:
         return ""
     if not isinstance(content, str):
-        raise Refused(field, "wrong_type", f"holds {kind_of(content)}, not text")
+        raise Refused(field, "wrong_type", f"contains {kind_of(content)}, not text")
     if not content.strip() and not calls:
-        raise Refused(field, "empty", "says nothing")
+        raise Refused(field, "empty", "is blank")
     return content
 
 
@@ -87,7 +88,7 @@ def _calls(value: Any, field: str) -> list[Message]:
     calls = value if isinstance(value, list) else [value]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise Refused(field, "wrong_type", "a tool call names no function")
+            raise Refused(field, "wrong_type", "contains a tool call without a function's name")
     return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
 
 
@@ -100,7 +101,7 @@ def dialogue(text: str, field: str) -> list[Message]:
     for number in range(0, len(parts), 2):
         role, content = ("user" if parts[number] == "Human" else "assistant"), parts[number + 1].strip()
         if not content:
-            raise Refused(field, "empty", f"turn {number // 2} of {parts[number]} says nothing")
+            raise Refused(field, "empty", f"turn {number // 2} of {parts[number]} is blank")
         results.append({"role": role, "content": content})
     return results
 
@@ -114,9 +115,9 @@ def text(value: Any, field: str) -> str:
     if value is None:
         raise Refused(field, "missing", "is missing or null")
     if not isinstance(value, str):
-        raise Refused(field, "wrong_type", f"holds {kind_of(value)}, not text")
+        raise Refused(field, "wrong_type", f"contains {kind_of(value)}, not text")
     if not value.strip():
-        raise Refused(field, "empty", "says nothing")
+        raise Refused(field, "empty", "is blank")
     return value
 
 
@@ -128,9 +129,9 @@ def number(value: Any, field: str) -> float:
         try:
             value = float(value)
         except ValueError as error:
-            raise Refused(field, "wrong_type", f"holds {value[:40]!r}, not a number") from error
+            raise Refused(field, "wrong_type", f"contains {value[:40]!r}, not a number") from error
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        raise Refused(field, "wrong_type", f"holds {kind_of(value)}, not a finite number")
+        raise Refused(field, "wrong_type", f"contains {kind_of(value)}, not a finite number")
     return float(value)
 
 
@@ -145,7 +146,7 @@ def truth(value: Any, field: str, numbers: bool) -> bool:
         return words[value.strip().lower()]
     if numbers and value in (0, 1):
         return bool(value)
-    raise Refused(field, "wrong_type", f"holds {str(value)[:40]!r}, not true or false")
+    raise Refused(field, "wrong_type", f"contains {str(value)[:40]!r}, not true or false")
 
 
 def kind_of(value: Any) -> str:

@@ -61,8 +61,8 @@ class Examples:
     """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number by which training documents are sorted), `line` (the
     document's words), and for each classifier the document's class, null without a label.
 
-    `documents`: number of documents outside the exempt sources. `counts`: classifier → class → number of documents per fold, int64[folds].
-    """
+    `documents`: number of documents outside the exempt sources. `counts`: classifier → class → number of documents per fold,
+    int64[folds]."""
 
     files: list[str]
     documents: int
@@ -187,9 +187,9 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
 
 
 def _quota(counts: dict[str, int], config: ClassifierConfig) -> dict[str, tuple[int, int]]:
-    """Return class → (number of training documents, copies of each): large classes are cut, small ones repeated. Otherwise a class with few
-    documents would never be predicted."""
-    # The lower median: with two classes, the smaller one.
+    """Return class → (number of training documents, copies of each). Large classes are cut and small ones repeated; otherwise a small class
+    would never be predicted."""
+    # The lower median, so that of two classes the larger one is cut.
     median = sorted(counts.values())[(len(counts) - 1) // 2]
     most = min(config.max_class_documents, int(config.class_ratio * median))
     least = min(most, int(median / config.class_ratio))

@@ -1,4 +1,4 @@
-"""Encoders that turn documents into vectors for curation: where their files lie, torch settings, and the vectors."""
+"""Encoders that turn documents into vectors for curation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Place(NamedTuple):
 
 
 def place_of(stage: str, name: str, model: Artifact | None, external: External | None, *, gguf: bool = False) -> Place:
-    """Return the location of the network given to `stage`: a model of this pipeline, or the Hugging Face folder given as the input `name`.
-    With `gguf`, the input may also be a GGUF file or a folder with one GGUF file. Raise PunaError unless exactly one has a network."""
+    """Return the location of the network given to `stage`: a model of this pipeline, or a Hugging Face folder as the input `name`. With
+    `gguf`, that input may also be a GGUF file or a folder with one. Raise PunaError unless exactly one network is given."""
     if model is not None and external is None:
         return Place(str(model.path()), own=True)
     if external is None or model is not None:

@@ -1,7 +1,7 @@
 """A classifier as an artifact: the fastText model of each fold, and the settings for applying the models.
 
-A document is scored by the model of its fold, which was trained without that fold's documents. So training documents and new documents are
-treated alike: the model that scores them has not seen them."""
+A document is scored by the model of its fold, which was trained without that fold's documents. So no document, old or new, is scored by a
+model that was trained on it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class About:
     """The description of a classifier, a file stored beside its models.
 
     `purpose`: the stage that applies the models. `classes`: sorted names, empty if there was nothing to learn. `exempt_sources`: not
-    scored. `split`: whether texts are split into lower-case words, as in training. `settings`: further settings of the stage `purpose`.
-    `max_tokens`: number of tokens per document that an encoder reads. `encoder`: the encoder's digest.
-    """
+    scored. `split`: split texts into lower-case words, as in training. `settings`: further settings of the stage `purpose`. `max_tokens`:
+    number of tokens per document that an encoder reads. `encoder`: the encoder's digest."""
 
     purpose: str
     classes: tuple[str, ...] = ()
@@ -109,7 +108,7 @@ def _load(folder: Path) -> Trained:
 
 @lru_cache(maxsize=20)
 def _model(file: str, split: bool) -> Any:
-    """Return the model in a file. fastText loads it, or Puna if texts are split into words (`split`) and Puna can read the file."""
+    """Return the model in a file, loaded by Puna if texts are split into words (`split`) and Puna can read the file, else by fastText."""
     if split and (model := read(Path(file))) is not None:
         return model
     import fasttext

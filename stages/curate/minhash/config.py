@@ -62,7 +62,7 @@ class MinhashDedupConfig(StageConfig):
         return Criteria(self.words, contained, similarity, distinct, estimate, self.max_new_words, self.max_new_fraction)
 
     def least_similarity(self, level: int) -> float:
-        """Return the minimum similarity for shingles that are `2 ** level` times as wide, since an edit changes `2 ** level` times as many.
+        """Return the minimum similarity for shingles `2 ** level` times as wide, of which an edit changes `2 ** level` times as many.
         If two equally long documents share the fraction k of their shingles, containment is k and Jaccard similarity k / (2 - k)."""
         t = self.threshold
         share = float((t if self.similarity == "containment" else 2 * t / (1 + t)) ** (2**level))

@@ -1,4 +1,4 @@
-"""Decisions on which near-duplicates to remove, one component of candidates at a time, in many workers or in one worker's memory."""
+"""Decisions on which near-duplicates to remove, one component of candidates at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BLOCK_DOCUMENTS = 512
 
 
 class Found(NamedTuple):
-    """Removed near-duplicates. Per removal: rows of the `removed` and the `kept` document, their `similarity`, and `new_words`, the length
-    of the longest passage that the kept document lacks. `saved`: number of documents kept only because of such a passage."""
+    """Removed near-duplicates. Per removal: rows of the `removed` and the `kept` document, their `similarity`, and `new_words`, the number
+    of words in the longest passage that the kept document lacks. `saved`: number of documents kept only because of such a passage."""
 
     removed: I64
     kept: I64
@@ -75,10 +75,9 @@ def find_removals(
     facts: NDArray[Any], signatures: NDArray[Any], bounds: I64, config: MinhashDedupConfig, shingles: Callable[[I64], tuple[U64, I64]]
 ) -> Found:
     """Return the removals, as indices, among the M members of complete components. `facts` FACTS[M] and `signatures` [M, P] are sorted by
-    component, then preference. `shingles` returns members' hashes and first indices; only members with similar signatures are passed.
+    component, then preference. `shingles` returns the hashes and first indices of given members, only those with similar signatures.
 
-    Without verification, only the preferred member of a component is kept, and signatures estimate the similarity.
-    """
+    Without verification, only the preferred member of a component is kept, and signatures estimate the similarity."""
     from puna.stages.curate.minhash import near_duplicates as kernel
 
     if not len(facts):
@@ -106,7 +105,7 @@ def flat(pieces: list[U64]) -> tuple[U64, I64]:
 
 
 def candidates(table: pa.Table, rows: I64, component: I64, signals: Artifact | None, config: MinhashDedupConfig) -> pa.Table:
-    """Return the documents of `table`, which are all candidates, with FACTS, signature and shingles as bytes, for an exchange by `hash`."""
+    """Return the candidates in `table` with FACTS, signature and shingles as bytes, and `hash`, by which they are partitioned."""
     results = shingle(table["text"], config)
     values, _ = sign(results, config)
     shingles = [None, pa.py_buffer(8 * results.offsets.astype(np.int64)), pa.py_buffer(results.hashes)]

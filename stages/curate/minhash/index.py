@@ -84,7 +84,7 @@ class Index(NamedTuple):
 
     @classmethod
     def of(cls, artifact: Artifact) -> Index:
-        """Return the index that an artifact holds; raise PunaError if it has none."""
+        """Return an artifact's index; raise PunaError if it has none."""
         if f"{INDEX}/facts.npy" not in artifact.manifest.files:
             raise PunaError(f"{artifact.id} has no index; make it with minhash_dedup.keep_index=true")
         return cls.open(artifact.path(INDEX))
@@ -155,14 +155,13 @@ class Resemblance(NamedTuple):
 def resembling(text: str, documents: Artifact, least: float = 0.1) -> list[Resemblance]:
     """Return the documents with a `similarity`, `of_text` or `of_document` of at least `least`, the most similar first.
 
-    With an index (`minhash_dedup.keep_index`), removed documents are also compared, but only documents that share a band key with the text,
-    so others may be missed. Raise PunaError if the text has no words.
-    """
+    With an index (`minhash_dedup.keep_index`), removed documents are compared, too, but only documents that share a band key with the text,
+    so some may be missed. Raise PunaError if the text has no words."""
     at_hand = has_index(documents)
     config = configuration(documents) if at_hand else MinhashDedupConfig()
     own = shingle(pa.chunked_array([pa.array([text], pa.large_string())]), config)
     if not len(own.hashes):
-        raise PunaError("near: the text has no words to compare")
+        raise PunaError("near: the text has no words to compare; give a longer text")
     shingles = np.unique(own.hashes)
     results = _by_index(own, documents, config) if at_hand else _by_reading(documents, config)
     rows = [_beside(shingles, identity, hashes) for identity, hashes in results]

@@ -107,8 +107,7 @@ class Sets(NamedTuple):
 
     `values` uint64[S]: a member's distinct shingles in text order, starting at `start_M[m]`. `sizes` int64[M]: set sizes; 0: not yet built.
     `slots` int32: for each member an open-addressing hash table over its values. Member m has `first_M1[m + 1] - first_M1[m]` slots, a
-    power of two; each slot holds 1 + a value's index, or 0. Probing starts at the slot given by the low bits of the value.
-    """
+    power of two; each slot contains 1 + a value's index, or 0. Probing starts at the slot given by the low bits of the value."""
 
     values: U64
     sizes: I64
@@ -212,7 +211,7 @@ class Verdicts(NamedTuple):
 @njit(cache=True, nogil=True)
 def near(signatures_MP: Any, groups_MB: Any, estimate: Any) -> Any:
     """Return a mask bool[M] of the members that need shingles: those that agree in at least the share `estimate` of signature values with
-    another member of one of their groups. A group has equal keys in one band. Groups of all bands are numbered from 0."""
+    another member of one of their groups, `groups_MB`. A group has equal keys in one band; no two bands share a group number."""
     members, bands = groups_MB.shape
     needed = estimate * signatures_MP.shape[1]
     out = np.zeros(members, dtype=np.bool_)
@@ -252,8 +251,7 @@ def resolve(signatures_MP: Any, groups_MB: Any, words_M: Any, start_M: Any, coun
     """Return `Verdicts` on the members, which are decided in order of preference.
 
     A member is removed if it is verified as a near-duplicate of an earlier, kept member of one of its groups (see `near`). The survivor is
-    the most similar such member; ties go to the first.
-    """
+    the most similar such member; ties go to the first."""
     members, bands = groups_MB.shape
     survivor, similarity = np.full(members, -1, dtype=np.int64), np.zeros(members)
     passage, saved = np.zeros(members, dtype=np.int64), np.zeros(members, dtype=np.bool_)
@@ -301,8 +299,7 @@ def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
 def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) -> Any:
     """False if two texts with similar shingle sets only repeat the same few words in different orders. `own`, `other`: sizes of the sets.
 
-    Tables with a small vocabulary share all short runs of words in any order, so they must also share runs too long to agree by chance.
-    """
+    Tables with a small vocabulary share all short runs of words, so they must also share runs that are too long to agree by chance."""
     level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
     while _repetitive(first, own, width, shares[level]) or _repetitive(second, other, width, shares[level]):
         first, second = widen(first, width), widen(second, width)

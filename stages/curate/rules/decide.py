@@ -96,7 +96,7 @@ def sql_fires(rule: SqlRule, table: pa.Table) -> NDArray[np.bool_]:
 
 
 def sql_row(rule: SqlRule, identity: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a document's row of `dropped`, with the condition and the values it reads. `value` is null unless that is one number."""
+    """Return a document's row of `dropped`, with the condition and the values it reads. `value` is null unless it reads a single number."""
     numbers = [values[name] for name in rule.signals if isinstance(values[name], int | float)]
     values_text = ", ".join(f"{name} = {values[name]}" for name in rule.columns)
     value = float(numbers[0]) if len(rule.columns) == len(numbers) == 1 else None
@@ -129,7 +129,7 @@ def _check_function(connection: duckdb.DuckDBPyConnection, name: str, where: str
 
 def factors_of(languages: pa.Table, table: pa.Table) -> dict[str, NDArray[np.float64]]:
     """Return signal → factors on its thresholds, float64[n], one per row of `table`, from the columns SIGNAL_factor of `languages`. Rows
-    are matched by `language` and `script`. A document whose language is not in `languages` has factor 1. A null factor becomes NaN."""
+    are matched by `language` and `script`. A document whose language is not in `languages` has the factor 1. A null factor becomes NaN."""
     keys = pc.binary_join_element_wise(languages["language"], languages["script"], "-").combine_chunks()
     results = pc.index_in(pc.binary_join_element_wise(table["language"], table["script"], "-"), keys).fill_null(len(keys))
     rows = np.array(results, np.int64)
@@ -151,7 +151,7 @@ def judges(rule: Rule, table: pa.Table, sources: pa.ChunkedArray) -> NDArray[np.
 
 
 def abstentions(rules: Iterable[Rule | SqlRule], table: pa.Table, languages: pa.Table) -> dict[str, int]:
-    """Return rule → number of documents of its kinds and sources that it skips, as their languages have no factor for its signal."""
+    """Return rule → number of documents of its kinds and sources that it skips because their languages have no factor for its signal."""
     without = {signal: np.isnan(factor) for signal, factor in factors_of(languages, table).items()}
     judged = [(rule, judges(rule, table, table["source"])) for rule in rules if isinstance(rule, Rule) and rule.drop.signal in without]
     return {rule.name: count for rule, mask in judged if (count := int((mask & without[rule.drop.signal]).sum()))}
@@ -184,8 +184,8 @@ def numeric(values: pa.ChunkedArray) -> NDArray[np.float64]:
 
 
 def decide(table: pa.Table, rules: Sequence[Rule | SqlRule], languages: pa.Table | None = None) -> pa.Table:
-    """Return rows of the table `dropped`: each document of `table` (id, source, rules' signals) that rules drop, with the first such rule.
-    With `languages`, `table` also has `language` and `script`, and a document's thresholds depend on its language (`factors_of`)."""
+    """Return rows of the table `dropped`: each document of `table` (id, source, rules' signals) that a rule drops, with the first such
+    rule. With `languages`, `table` also has `language` and `script`, and a document's thresholds depend on its language (`factors_of`)."""
     factors = {} if languages is None else factors_of(languages, table)
     first = np.full(table.num_rows, len(rules), np.int64)
     for index, rule in enumerate(rules):

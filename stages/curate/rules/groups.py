@@ -1,7 +1,7 @@
-"""Configuration of rules, which are thresholds on signals, in groups. `decide` applies the rules.
+"""Groups of rules, which are thresholds on signals. `decide` applies the rules.
 
-A rule drops a document if its signal is below, above, in or not in the threshold. A null threshold turns off its rule, a null group all its
-rules. A group's settings choose the sources that it judges. Rules apply in declared order; the first that fires is recorded."""
+A rule drops a document if its signal is below, above, in or not in the threshold. A null threshold turns off its rule, and a null group all
+its rules. A group's settings choose the sources that it judges. Rules apply in declared order; the first that fires is recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Missing = Literal["drop", "keep"]
 
 @dataclass(frozen=True)
 class Drop:
-    """Metadata that makes a configuration field the threshold of a rule: a document is dropped if `SIGNAL WHEN THRESHOLD` is true.
+    """Metadata that makes a configuration field the threshold of a rule, which drops a document if `SIGNAL WHEN THRESHOLD` is true.
     `missing`: the decision on a document whose signal is null (not measured)."""
 
     signal: str
@@ -59,7 +59,7 @@ class DocumentKind:
 
 @dataclass(frozen=True)
 class Rule:
-    """An active rule of a configuration. With `kinds`, it judges only documents of these kinds or, if `of_kind` is false, the others."""
+    """An active rule of a configuration. With `kinds`, it judges only documents of these kinds or, if `of_kind` is false, only others."""
 
     name: str
     drop: Drop
@@ -98,7 +98,7 @@ def rule_group(name: str) -> Callable[[G], G]:
     def declare(group: G) -> G:
         before = RULE_GROUPS.get(name)
         if before is not None and before.__module__ != group.__module__:
-            raise TypeError(f"group of rules {name} is declared twice, in {before.__module__} and in {group.__module__}; rename one")
+            raise TypeError(f"the group of rules {name} is declared twice, in {before.__module__} and in {group.__module__}; rename one")
         RULE_GROUPS[name] = group
         return group
 

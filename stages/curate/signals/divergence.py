@@ -38,8 +38,7 @@ class Corpus:
     def divergences(self, rows: I64, offsets: I64, bins: U32, counts: U32, *, inside: bool = True) -> F64:
         """Return KL(document || rest of the corpus) in nats for the documents `rows`, float64[len(rows)]; 0 for a document without words.
 
-        Document d has `counts[i]` words in bin `bins[i]`, offsets[d] <= i < offsets[d + 1]. `inside`: the corpus includes the documents.
-        """
+        Document d has `counts[i]` words in bin `bins[i]`, offsets[d] <= i < offsets[d + 1]. `inside`: the corpus includes the documents."""
         corpus, bins, counts = readonly(self.counts), readonly(bins), readonly(counts)  # some arrays are views of files
         result: F64 = _divergences(corpus, self.words, self.prior, rows, offsets, bins, counts, inside)
         return result
@@ -67,8 +66,7 @@ class Corpus:
 def _count(places: I64, ends: I64, firsts: I64, shift: int, tally: U32) -> tuple[I64, U32]:
     """Return the bins that contain the word positions `places`, ascending, and the count in each; bin i ends before position `ends[i]`.
 
-    `firsts`: the bin of every 2^shift-th position, where the search begins. `tally`: scratch array, all zeros before and after the call.
-    """
+    `firsts`: the bin of every 2^shift-th position, where the search begins. `tally`: scratch array, all zeros before and after the call."""
     for place in places:
         at = firsts[place >> shift]
         while ends[at] <= place:

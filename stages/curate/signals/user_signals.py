@@ -33,8 +33,7 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
     """Return `table` with a column for each signal in `own`, computed from `documents` (in the same row order), and the column `FAILED`.
 
     The value is null if a definition raises an exception, exceeds its budget or ends its process. Raise PunaError if a value does not have
-    the declared type, or if `IN_A_ROW` consecutive documents exceed the budget or end the process.
-    """
+    the declared type, or if `IN_A_ROW` consecutive documents exceed the budget or end the process."""
     # Rows without signals share one list, since many new lists would trigger garbage collections.
     failed: list[list[str]] = [[] for _ in range(table.num_rows)] if own else [[]] * table.num_rows
     for signal in own:
@@ -45,7 +44,7 @@ def with_own(table: pa.Table, documents: pa.Table, own: Sequence[Signal], budget
 
 
 def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield each document's `value`, or `failed` or `wrong` with the reason. Raise PunaError if `IN_A_ROW` in a row exceed the budget."""
+    """Yield each document's `value`, or `failed` or `wrong` with the reason. Raise PunaError as in `with_own`."""
     code = base64.b64encode(cloudpickle.dumps(made.definition)).decode()
     broken = 0
     for row in rows:

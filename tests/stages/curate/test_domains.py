@@ -96,7 +96,7 @@ def test_too_few_labels(tmp_path, make_documents):
     code = make_documents(store, [(f"{n}", "code", "x = 1") for n in range(3)])
     classifier, made = trained_and_applied(store, code)
     assert made.read()["domain"].to_pylist() == ["code"] * 3
-    with pytest.raises(PunaError, match="knows no types, because it was trained without documents"):
+    with pytest.raises(PunaError, match="has no types, because it was trained without documents"):
         execute(domains, StageConfig(), {"documents": docs, "classifier": classifier}, store)
 
 

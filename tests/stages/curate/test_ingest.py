@@ -691,7 +691,7 @@ def test_rows_behind_a_quote_that_is_not_closed_are_told(tmp_path, ending, delim
 
 def test_fields_of_an_input_that_is_not_there_are_refused(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(PunaError, match="ingest.inputs names 'news', and no input has this name; they are t"):
+    with pytest.raises(PunaError, match="ingest.inputs names 'news', but the inputs are named t"):
         read(tmp_path, tmp_path / "t.jsonl", config=IngestConfig(inputs={"news": {"text": "body"}}))
 
 

@@ -181,9 +181,9 @@ def test_the_code_of_a_signal_from_outside_counts_in_the_key(own, tmp_path, make
 
 
 def test_an_unknown_signal_is_refused_by_name(own) -> None:
-    with pytest.raises(PunaError, match=r"'digit_shar' is no signal with a definition of its own; did you mean digit_share\?"):
+    with pytest.raises(PunaError, match=r"'digit_shar' is not a signal that you defined; did you mean digit_share\?"):
         parse(HeuristicsConfig, {"signals": ["digit_shar"]}, "heuristics")
-    with pytest.raises(PunaError, match="'words' is no signal with a definition of its own"):
+    with pytest.raises(PunaError, match="'words' is not a signal that you defined"):
         parse(HeuristicsConfig, {"signals": ["words"]}, "heuristics")
 
 

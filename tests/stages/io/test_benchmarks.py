@@ -71,7 +71,7 @@ def test_options_may_lie_in_columns_of_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "field", "reason"),
     [
-        ("HellaSwag", {"label": ""}, "label", "none of the 4 options; a test split may hide it"),
+        ("HellaSwag", {"label": ""}, "label", "none of the 4 options; test splits often hide the answers"),
         ("PIQA", {"label": -1}, "label", "none of the 2 options"),
         ("ARC", {"answerKey": "5"}, "answerKey", "none of the 4 options"),
         (
@@ -84,12 +84,12 @@ def test_options_may_lie_in_columns_of_other_names(tmp_path: Path) -> None:
         ("MMLU", {"choices": []}, "choices", "is an empty list"),
         ("MMLU", {"answer": 4}, "answer", "none of the 4 options"),
         ("MMLU", {"choices": ["2", "3", "4"], "answer": "2"}, "answer", "is the text of one option and the number of another"),
-        ("ARC", {"choices": {"text": FOUR, "label": ["A", "B", "C", "D"]}}, "answerKey", "holds '2', none of the 4 options"),
-        ("BLiMP", {"sentence_bad": "Cats sleep."}, "options", "are all right: there is nothing to choose"),
+        ("ARC", {"choices": {"text": FOUR, "label": ["A", "B", "C", "D"]}}, "answerKey", "contains '2', which is none of the 4 options"),
+        ("BLiMP", {"sentence_bad": "Cats sleep."}, "options", "are all correct, so there is nothing to choose"),
         ("WinoGrande", {"sentence": "Ann helped."}, "sentence", "has no blank _ to fill"),
-        ("HellaSwag", {"activity_label": {"a": 1}}, "activity_label", "holds an object, not text"),
-        ("HumanEval", {"canonical_solution": ["a"], "task_id": "b"}, "canonical_solution", "holds a list, not text"),
-        ("MBPP", {"test_setup_code": 7, "task_id": 4}, "test_setup_code", "holds a number, not text"),
+        ("HellaSwag", {"activity_label": {"a": 1}}, "activity_label", "contains an object, not text"),
+        ("HumanEval", {"canonical_solution": ["a"], "task_id": "b"}, "canonical_solution", "contains a list, not text"),
+        ("MBPP", {"test_setup_code": 7, "task_id": 4}, "test_setup_code", "contains a number, not text"),
         ("GSM8K", {"answer": "Ω"}, "answer", "has no line with #### and a number"),
         ("BoolQ", {"answer": "perhaps"}, "answer", "not true or false"),
     ],
@@ -124,7 +124,7 @@ def test_one_verifier_for_rows_that_have_none(tmp_path: Path) -> None:
 
 def test_tests_of_an_unknown_layout_are_refused_with_the_remedy(tmp_path: Path) -> None:
     file = written(tmp_path / "in", [{"question": "Add.", "answer": "2", "test_cases": ["x"]}], "jsonl")
-    with pytest.raises(PunaError, match="column 'test_cases' holds tests of a program, and no known benchmark .*--verifier exact"):
+    with pytest.raises(PunaError, match="column 'test_cases' contains tests of a program, and no known benchmark .*--verifier exact"):
         made(tmp_path, "prompts", file)
     assert made(tmp_path, "prompts", file, verifier="exact").manifest.metrics["columns_not_taken_data"] == "test_cases"
 
@@ -176,7 +176,7 @@ def test_options_that_read_alike_are_right_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", ["A", "distractor1", "article", "context"])
 def test_a_question_does_not_lose_its_options_or_its_text(tmp_path: Path, column: str) -> None:
     file = written(tmp_path / "in", [{"question": "Sky?", "answer": "B", column: "blue"}], "jsonl")
-    with pytest.raises(PunaError, match=f"column '{column}' holds .*--columns instruction=QUESTION,input=COLUMN"):
+    with pytest.raises(PunaError, match=f"column '{column}' contains .*--columns instruction=QUESTION,input=COLUMN"):
         made(tmp_path, "prompts", file)
     made(tmp_path, "prompts", file, columns={"instruction": "question", "input": column})
 

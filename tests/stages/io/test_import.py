@@ -67,7 +67,7 @@ def test_files_of_a_test_split_are_held_out(tmp_path: Path) -> None:
         assert {(messages_of(row)[0]["content"][:4], row["split"]) for row in found.read().to_pylist()} == {("trai", "train"), ("test", "heldout")}
         assert found.manifest.metrics["heldout"] == 2 and "test" in found.manifest.metrics["files_held_out"]
     assert found.manifest.metrics["files_without_rows"] == "README.md, load.py"
-    with pytest.raises(PunaError, match="none of its 2 files holds rows: README.md, load.py"):
+    with pytest.raises(PunaError, match="none of its 2 files contains rows: README.md, load.py"):
         (tmp_path / "repo" / "data").rename(tmp_path / "data")
         made(tmp_path, "instructions", tmp_path / "repo")
     assert made(tmp_path, "prompts", tmp_path / "data" / "test_sft-00000-of-00001.parquet").read()["split"].to_pylist() == ["train"] * 2
@@ -172,9 +172,9 @@ def test_nested_fields_and_mapped_columns(tmp_path: Path) -> None:
     columns = {"output": "instances.0.output", "input": "instances.0.input", "split": "meta.part"}
     artifact = made(tmp_path, "instructions", written(tmp_path / "in", rows, "jsonl"), columns=columns)
     assert sorted(messages_of(row)[1]["content"] for row in artifact.read().to_pylist()) == ["0", "1", "2"]
-    with pytest.raises(PunaError, match=r"no row has the column 'nothing' \(columns.prompt\); there are instruction, instances, meta"):
+    with pytest.raises(PunaError, match=r"no row has the column 'nothing' \(columns.prompt\); the columns are instruction, instances, meta"):
         made(tmp_path, "instructions", written(tmp_path / "in", rows, "jsonl"), columns={"prompt": "nothing"})
-    with pytest.raises(PunaError, match="columns: 'html' is no field of instructions; the fields are completion"):
+    with pytest.raises(PunaError, match="columns: 'html' is not a field of instructions; the fields are completion"):
         made(tmp_path, "instructions", written(tmp_path / "in", rows, "jsonl"), columns={"html": "x"})
 
 
@@ -184,9 +184,9 @@ def test_nested_fields_and_mapped_columns(tmp_path: Path) -> None:
         ("instructions", {"prompt": "a", "completion": "b", "instruction": "c", "output": "d"}, "fit several layouts"),
         ("instructions", {"prompt": "a", "completion": "b", "messages": [USER]}, "fit several layouts of instructions: messages .*Declare one"),
         ("instructions", {"foo": "a", "bar": "b"}, r"columns \(foo, bar\) fit no layout of instructions. messages needs messages; prompt_"),
-        ("instructions", {"question": "a", "response": "b", "answer": "c"}, "completion may be response or answer; say which, for example --columns completion=response"),
-        ("preferences", {"chosen": "a", "rejected": "b"}, "are plain text and no column is the prompt: name it, for example --columns prompt=COLUMN"),
-        ("preferences", {"prompt": "a", "completion": "b", "label": 1}, "label holds 1, not true or false.*declare it: --set layout=kto"),
+        ("instructions", {"question": "a", "response": "b", "answer": "c"}, "completion may be response or answer; choose one, for example --columns completion=response"),
+        ("preferences", {"chosen": "a", "rejected": "b"}, "are plain text, and no column is the prompt: name it, for example --columns prompt=COLUMN"),
+        ("preferences", {"prompt": "a", "completion": "b", "label": 1}, "label contains 1, not true or false.*declare it: --set layout=kto"),
         ("preferences", {"prompt": "a", "messages": [USER], "label": True}, "the context may be prompt or messages"),
         ("preferences", {"prompt": "a", "completions": ["b", "c"]}, "fit no layout of preferences"),
     ],
@@ -259,14 +259,14 @@ METADATA = {"source": "web", "category": "a", "difficulty": 3, "url": "https://a
 
 @pytest.mark.parametrize(("kind", "row", "column"), UNREAD)
 def test_a_column_with_a_meaning_is_refused_in_the_first_rows_and_dropped_later(tmp_path: Path, kind: str, row: dict[str, Any], column: str) -> None:
-    with pytest.raises(PunaError, match=rf"column '{column}' holds .*leave it out \(--set 'ignored_columns=\[\"{column}\"\]'\)"):
+    with pytest.raises(PunaError, match=rf"column '{column}' contains .*leave it out \(--set 'ignored_columns=\[\"{column}\"\]'\)"):
         made(tmp_path, kind, written(tmp_path / "first", [row], "jsonl"))
     good = {name: value for name, value in row.items() if name not in (column, "choice_b")} | METADATA
     rows: list[dict[str, Any]] = [good | {"id": number} for number in range(200)] + [good | {column: row[column]}]
     file = written(tmp_path / "late", rows, "jsonl")
     artifact = made(tmp_path, kind, file, columns={"id": "id"})
     (dropped,) = artifact.read("dropped").to_pylist()
-    assert dropped["rule"] == "unread_column" and f"row 201, field {column}: holds " in dropped["detail"] and artifact.rows() == 200
+    assert dropped["rule"] == "unread_column" and f"row 201, field {column}: contains " in dropped["detail"] and artifact.rows() == 200
     artifact = made(tmp_path, kind, file, columns={"id": "id"}, ignored_columns=[column])
     assert artifact.rows() == 201 and column in artifact.manifest.metrics["columns_not_taken_data"]
 
@@ -298,7 +298,7 @@ def test_wrong_rows_are_named_with_file_row_field_and_reason(tmp_path: Path, kin
         lines.append(line if isinstance(line, bytes) else json.dumps(line).encode())
         wanted[len(lines)] = (rule, field, reason)
     lines.append(lines[0])
-    wanted[len(lines)] = ("duplicate", "id", "is there already")
+    wanted[len(lines)] = ("duplicate", "id", "an earlier row has the same id")
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join(lines) + b"\n")
     if kind == "preferences":  # HH dialogues and plain pairs do not occur in one file
@@ -441,7 +441,7 @@ def test_nothing_to_import_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     with pytest.raises(PunaError, match="there are no rows"):
         made(tmp_path, "prompts", tmp_path / "empty.jsonl")
-    with pytest.raises(PunaError, match=r"no row of data can be taken: 2 empty. The first: file://.*row 1, field prompt: says nothing"):
+    with pytest.raises(PunaError, match=r"no row of data is valid: 2 empty. The first: file://.*row 1, field prompt: is blank"):
         made(tmp_path, "prompts", written(tmp_path / "in", [{"prompt": " "}, {"prompt": ""}], "jsonl"))
 
 
