@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from puna.flows.cli.inspect import JsonOption, ProjectOption, RanksOption, StoreOption, leads, print_rows
+from puna.flows.cli.inspect import JsonOption, ModuleOption, ProjectOption, RanksOption, StoreOption, import_modules, leads, print_rows
 from puna.flows.cli.load_engine import serving_options
 from puna.flows.cli.model import SERVING, ModelArgument
 from puna.flows.engine.console import json_text
@@ -55,6 +55,7 @@ def evaluate(
     serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,
+    modules: ModuleOption = None,
     processes: RanksOption = 1,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,8 +65,9 @@ def evaluate(
     """
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
-    if not leads(processes):
+    if not leads(processes, modules):
         return None
+    import_modules(modules)
     if output is not None and not output.absolute().parent.is_dir():
         raise PunaError(f"--output {output}: there is no folder {output.absolute().parent}")
     opened = Store.open(store, project)

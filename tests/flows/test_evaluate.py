@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,21 @@ def test_prompts_of_an_artifact_are_asked_beside_task_files(folder: Path) -> Non
     results = json.loads(puna("evaluate", "model0", "--tasks", "tasks/animals.yaml,prompts@latest", "--limit", "2", "--max-tokens", "4", "--json").splitlines()[-1])
     assert {name: one["effective"] for name, one in results["n-samples"].items()} == {"animals": 2, "a": 2, "b": 2}
     assert "verified,none" in results["results"]["a"]
+
+
+def test_a_module_with_a_verifier_is_allowed_by_name(folder: Path) -> None:
+    (folder / "short_checks.py").write_text("def always(answer):\n    return 1.0\n")
+    rows = [{"prompt": f"question {n}", "split": "heldout", "verifier": {"name": "python", "function": "short_checks:always"}} for n in range(2)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = [sys.executable, "-m", "puna.flows.cli.main"]
+    more = ["--store", "store", "--module", "short_checks.py", "--json"]
+    made = json.loads(subprocess.run([*base, "import", "prompts", "asked.jsonl", *more], check=True, capture_output=True, text=True).stdout)
+    asked = [*base, "evaluate", "model0", "--tasks", made["id"], "--max-tokens", "4"]
+    refused = subprocess.run([*asked, *more[:2]], capture_output=True, text=True)
+    assert refused.returncode == 1 and "allow it: --module short_checks" in refused.stderr
+    allowed = subprocess.run([*asked, *more], check=True, capture_output=True, text=True)
+    results = json.loads(allowed.stdout.splitlines()[-1])
+    assert results["n-samples"]["asked"]["effective"] == 2 and "verified,none" in results["results"]["asked"]
 
 
 def test_a_judge_grades_answers_where_one_is_named(folder: Path) -> None:
