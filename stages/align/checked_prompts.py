@@ -1,4 +1,4 @@
-"""Prompts with verifiers, made from other prompts (a rule in the system message) and from documents (questions about long texts)."""
+"""Prompts with verifiers: rules for answers in the system messages of other prompts, and questions about long texts."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ def system_prompts(prompts: Prompts, config: SystemPromptsConfig, run: StageRun)
 
     A hash of seed and prompt chooses the rule; training prompts get no held-out rule. The rule is appended to the prompt's own system
     message. The tasks are `trained_rules` and `new_rules`. The prompts' own references and verifiers are dropped. Ids do not depend on
-    `place`, so answers to prompts with one `place` can serve to train or score prompts with another.
-    """
+    `place`, so answers to prompts with one `place` can serve to train or score prompts with another."""
     made = []
     for row in prompts.read().to_pylist():
         rules = [rule for rule in config.rules if row["split"] == "heldout" or not rule.heldout]
@@ -70,7 +69,7 @@ def system_prompts(prompts: Prompts, config: SystemPromptsConfig, run: StageRun)
             "verifier": dump(rule.verifier),
         })  # fmt: skip
     if not made:
-        raise PunaError(f"system_prompts: {prompts.id} has no prompts")
+        raise PunaError(f"system_prompts: {prompts.id} has no prompts; give an artifact with prompts")
     run.write_rows(made)
     for task in (TRAINED, NEW):
         run.metric(task, sum(row["task"] == task for row in made))
@@ -119,8 +118,7 @@ def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun)
 
     This is a minimal form of the long-context question answering of Llama 3 (section 4.3.4), for training and evaluation; see also
     `needle`. Held-out prompts use other documents and keys than training prompts. Documents that contain a key's passage are left out.
-    Raise PunaError if a split has no documents.
-    """
+    Raise PunaError if a split has no documents."""
     size = (config.train + config.heldout) * config.characters
     begins = [config.passage.partition("{value}")[0].replace("{key}", key).strip() for key in config.keys]
     texts: dict[str, list[str]] = {"train": [], "heldout": []}
@@ -139,7 +137,8 @@ def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun)
 
 
 def _prompt(texts: Sequence[str], keys: Sequence[str], split: str, config: LongPromptsConfig, draw: np.random.Generator) -> dict[str, Any]:
-    """Return one row of the prompts table: consecutive texts from a random line of a random one on, with passages between their lines."""
+    """Return one row of the prompts table. Its text starts at a random line of a random text and continues with the next texts; passages
+    are inserted between lines."""
     at = int(draw.integers(len(texts)))
     text = texts[at].strip()
     text = text[text.rfind("\n", 0, int(draw.integers(max(0, len(text) - config.characters) + 1))) + 1 :]

@@ -65,7 +65,8 @@ def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSetting
 
 
 def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
-    """Yield each trial's prompt and answer ids, `length` tokens, with the passage at `depth` of the noise. PunaError if too short."""
+    """Yield each trial's prompt and answer ids, `length` tokens together, with the passage at `depth` (0 to 1) of the noise. Raise
+    PunaError if `length` is too short."""
     head, tail = settings.passage.split("{value}")
     question = head.rstrip(" ")
     space = head[len(question) :]

@@ -84,7 +84,7 @@ class AnnealExperimentConfig(SeededConfig):
 
 
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
-    """Return messages if no token separates documents, or if memory does not suffice."""
+    """Return messages if the tokenizer has no token to separate documents, or if there is too little memory."""
     return [*documents_apart(facts, "model"), *needs_of.training_memory(facts, "model", config.optimizer)]
 
 
@@ -166,7 +166,7 @@ def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: Pool
 
 
 def _too_small(read: float, different: float, config: AnnealExperimentConfig) -> str:
-    """Return why to refuse a data set before any training, or "". `read`: passes over distinct documents; `different`: their share."""
+    """Return a reason to refuse a data set before any training, or "". `read`: passes over distinct documents; `different`: their share."""
     if read > config.max_repeats:
         return f"its different documents would be read {read:.3g} times, more than max_repeats"
     return "" if different >= config.least_different else f"{different:.0%} of its documents are different, less than least_different"

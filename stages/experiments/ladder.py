@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 FEWEST_STEPS = 400
-"""Minimum steps of a run. In a shorter run, warm-up and few updates dominate the loss, which then says nothing about longer runs."""
+"""Minimum steps of a run. In a shorter run, warm-up and few updates dominate the loss, which then does not predict longer runs."""
 PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
 """Number of tokens in a question's prompt, of tokens in an option, and of parts of an option; a wrong option has two parts swapped."""
 
@@ -169,10 +169,10 @@ def _try(name: str, *arguments: Any) -> dict[str, Any]:
 
 
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the value with the lowest loss, or the minimum of the parabola through it and both its neighbours in log(value), if these are
-    finite. Raise PunaError if every loss is infinite."""
+    """Return the minimum of the parabola in log(value) through the point with the lowest loss and its neighbours, if their losses are
+    finite; else that point's value. Raise PunaError if every loss is infinite."""
     if losses[best := int(np.argmin(losses))] == math.inf:
-        raise PunaError(f"ladder: the training diverges at every one of rates={values}; give lower ones")
+        raise PunaError(f"ladder: training diverges at each of rates={values}; give lower rates")
     around = slice(best - 1, best + 2)
     if not 0 < best < len(values) - 1 or not np.isfinite(losses[around]).all():
         return values[best]
@@ -239,7 +239,7 @@ def _decay(
     branch.load_state_dict(trunk.state_dict())
     schedule = ScheduleSettings(learning_rate=rung.rate, warmup_steps=0, shape="linear")
     flops += _train(branch, reader, first, last, schedule, rung, seed, config, state, moments)
-    # Measure the loss in the precision of training, as pretrain does.
+    # As in pretrain, the loss is measured in the precision of training.
     with computing_in(branch, config.compute.precision_on(next(branch.parameters()).device.type)):
         losses = {name: mean_loss(branch, pieces, size) for name, pieces in sets.items()}
         task_loss, accuracy = _answer(branch, questions, size)

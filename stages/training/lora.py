@@ -25,7 +25,7 @@ INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
-    """Return PEFT's `LoraConfig` for this model. Raise PunaError for a target that the model lacks."""
+    """Return PEFT's settings for this model. Raise PunaError for a target that the model lacks."""
     from peft import LoraConfig
 
     from puna.models.training.trainer import inner_matrices

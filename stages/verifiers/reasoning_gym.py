@@ -98,8 +98,7 @@ PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0
 class ReasoningGym(Verifier):
     """Score by the generator's scorer, run on the whole answer if that is right or marks no final answer, else on the marked final answer.
 
-    reasoning-gym lowers the score of long texts: "The answer is -4" would get .125 although it is right.
-    """
+    The scorer alone lowers the score of long texts: "The answer is -4" would get .125 although it is right."""
 
     name: ClassVar[str] = "reasoning_gym"
 
@@ -154,8 +153,7 @@ class ReasoningGym(Verifier):
 def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> ProceduralDataset:
     """Return reasoning-gym's generator `task` with its parameters (JSON), which draws entry i from `seed + i`.
 
-    Raise PunaError for an unknown task, or an unknown or invalid parameter.
-    """
+    Raise PunaError for an unknown task, or an unknown or invalid parameter."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

@@ -74,8 +74,8 @@ class Outcome:
 def mode() -> Mode:
     """Return how this machine isolates programs, after a trial run. Raise PunaError if isolation fails.
 
-    An isolated program has no network, leaves no process, and reads only its own files and those of the interpreter and system libraries.
-    """
+    An isolated program has no network, leaves no process, and reads only its own files and those of the interpreter and system
+    libraries."""
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
     way: Mode = "root" if os.getuid() == 0 else "user"
@@ -220,7 +220,7 @@ def group(memory_bytes: int) -> Iterator[Group | None]:
 
 
 def _beside() -> Path | None:
-    """Return the parent of this process's cgroup, or the root cgroup itself, if it allows children with memory limits; else None."""
+    """Return a cgroup that allows children with memory limits: the parent of this process's cgroup, or the root cgroup; else None."""
     with contextlib.suppress(OSError):
         own = next((line[3:] for line in Path(OWN).read_text().splitlines() if line.startswith("0::")), None)
         if own is None or ".." in own:

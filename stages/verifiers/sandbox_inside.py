@@ -38,8 +38,7 @@ INODE_BYTES = 1024
 class Job(TypedDict):
     """A job: the program's isolation and limits. `user`: the program's user id; `socket_bytes`: default buffer of a Unix socket.
 
-    `groups`: descriptor of `cgroup.procs`, through which a process joins the cgroup that limits its memory; empty without a cgroup.
-    """
+    `groups`: descriptor of `cgroup.procs`, through which a process joins the cgroup that limits its memory; empty without a cgroup."""
 
     report: int
     mode: str
