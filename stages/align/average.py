@@ -40,8 +40,6 @@ class SearchConfig(RewardSettings):
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
-    """Settings of the average: each model's weight, or the search for the weights."""
-
     weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; empty: search if prompts are given, else equal")
     search: SearchConfig = Field(SearchConfig(), description="Settings of the search")
 

@@ -36,8 +36,6 @@ class Rule(StageConfig):
 
 
 class SystemPromptsConfig(SeededConfig):
-    """The rules, and where prompts state them."""
-
     rules: tuple[Rule, ...] = Field(min_length=1, description="Rules; each prompt gets one of them")
     place: Literal["system", "user", "none"] = Field(
         "system", description="Where the rule stands: system message, end of the last user message, or none (obedience by chance)"
@@ -89,8 +87,6 @@ def add_rule(messages: list[Message], rule: str, place: str) -> list[Message]:
 
 
 class LongPromptsConfig(SeededConfig):
-    """Number and length of the prompts, and the passages hidden in their texts."""
-
     train: int = Field(200, ge=0, description="Training prompts")
     heldout: int = Field(64, ge=0, description="Number of held-out prompts, made from other documents and other keys")
     characters: int = Field(6000, ge=100, le=10_000_000, description="Length of the text around the passages, in characters")

@@ -58,8 +58,6 @@ class Semantic(StageConfig):
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):
-    """Settings of the filters."""
-
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
     reward_quantile: float = Field(0.75, ge=0, lt=1, description="Quantile of the rewards at or above which an answer is good")
     min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: agreement of samples at or above which an answer is good")
@@ -137,7 +135,6 @@ Verdict = tuple[str, float | None, float | None, str | None]
 
 
 def _apply(verdicts: Any, rows: list[Row], dropped: list[Row]) -> list[Row]:
-    """Return the rows that pass a rule, and append the rest to `dropped`."""
     remaining = []
     for row in rows:
         verdict: Verdict | None = verdicts(row)
@@ -178,8 +175,6 @@ def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
 
 
 def _text_rule(rules: Rules) -> Any:
-    """Return a rule that drops answers that are empty, or have too many emoji or exclamation marks."""
-
     def judge(row: Row) -> Verdict | None:
         turns = [message for message in messages_of(row) if message.get("role") == "assistant"]
         if any(not content_of(message).strip() and not message.get("tool_calls") for message in turns):
@@ -271,7 +266,6 @@ def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQuality
 
 
 def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: dict[str, float], run: StageRun) -> None:
-    """Report the numbers of easy, medium and hard rows before the quality rule and after all rules, if there are difficulties."""
     if not any(row["id"] in difficulty for row in given):
         return
     bars: dict[str, list[tuple[Any, float]]] = {}

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class DistillConfig(AdapterConfig):
-    """Settings of the student's sampling and training."""
-
     answers: int = Field(1, ge=1, description="Number of answers that the student samples per prompt")
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature for sampling and for the compared distributions")
     max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, including its end token")

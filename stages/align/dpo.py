@@ -202,7 +202,6 @@ def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np
 
 
 def _collate_kto(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:
-    """Pack examples and their mismatched examples into a batch, with the reference log-probabilities of both."""
     import torch
 
     from puna.models.training.objectives import KtoBatch

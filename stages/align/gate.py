@@ -16,8 +16,6 @@ from puna.storage import Artifact, PunaError
 
 
 class ApprovalConfig(StageConfig):
-    """A person's decision on a gate's candidate."""
-
     by: str = Field(min_length=1, description="Name of the person who decides")
     approved: bool = Field(True, description="Whether the candidate replaces the policy")
     reason: str = Field("", description="Reason for the decision")
@@ -41,8 +39,6 @@ SCORES = "scores"
 
 
 class GateConfig(StageConfig):
-    """The metric to compare, the bounds that a candidate must meet, and who decides."""
-
     metric: str = Field("score", min_length=1, description="Name of the per-prompt score to compare")
     min_gain: float = Field(0.0, ge=-1, le=1, description="Bound that the 95 % interval of the mean gain over all prompts must lie above")
     max_fall: float = Field(0.05, ge=0, le=1, description="Maximum drop of a task's mean score, or relative increase of bits or perplexity")

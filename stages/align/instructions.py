@@ -29,8 +29,6 @@ def answer_message(text: str) -> Row:
 
 
 class ChosenConfig(StageConfig):
-    """The levels of preferences to use, and the name of their source."""
-
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels whose better answers are used")
     source: str = Field("chosen", min_length=1, description="Name of the source in the instructions table")
 
@@ -52,8 +50,6 @@ def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) 
 
 
 class InstructionsConfig(StageConfig):
-    """The source name of the instructions."""
-
     source: str = Field("gold", min_length=1, description="Name of the source in the instructions table")
 
 
@@ -80,8 +76,6 @@ def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) ->
 
 
 class MixInstructionsConfig(SeededConfig):
-    """The shares of the mix."""
-
     shares: dict[str, float] = Field(
         default_factory=dict,
         description="Source → its share of the training rows, 0 to 1; the other sources divide the rest in proportion to their rows",

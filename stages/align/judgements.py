@@ -42,8 +42,6 @@ class Judgement(BaseModel):
 
 
 class JudgementsConfig(SeededConfig):
-    """Settings of the pairs to judge, and the share of prompts to hold out."""
-
     pairs_per_prompt: int = Field(1, ge=1, description="Maximum number of pairs per prompt")
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training, to measure the reward model")
 

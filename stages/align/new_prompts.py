@@ -11,8 +11,6 @@ from puna.stages.draws import hash_of
 
 
 class NewPromptsConfig(SeededConfig):
-    """The number of prompts, and their purpose."""
-
     count: int = Field(400, ge=1, description="Number of prompts per task; fewer if the pool runs out")
     split: Literal["train", "heldout"] = Field("train", description="Purpose of the prompts: training, or only evaluation")
 

@@ -46,8 +46,6 @@ class Thresholds(StageConfig):
 
 
 class PreferencesConfig(SeededConfig):
-    """Settings of the pairs and of the simulated annotator."""
-
     pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs per prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
     gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in the quality; the rest: taste or closeness")

@@ -13,8 +13,6 @@ from puna.stages.training.train import frozen_dtype, load_model
 
 
 class ReferenceLogprobsConfig(BadRowsConfig):
-    """Settings of the mask and of the size of a forward pass."""
-
     mask_format: bool = Field(True, description="Leave out header and termination tokens, as `dpo` does with its mask_format")
     micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer preferences get no log-probabilities")
 

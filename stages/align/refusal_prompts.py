@@ -22,8 +22,6 @@ REFUSAL = (
 
 
 class RefusalPromptsConfig(StageConfig):
-    """The pattern of refusals, and the system message of the prompts."""
-
     pattern: str = Field(REFUSAL, min_length=1, description="Regular expression (RE2 syntax) that matches refusing answers")
     system: str = Field("", description="System message of each prompt; empty: keep the prompt's own")
 

@@ -89,8 +89,6 @@ def ppo(
 
 
 class GrpoConfig(GrpoSettings, TurnsConfig, RolloutsConfig):
-    """Settings of GRPO and RLOO."""
-
     reward: Reward = Field("verifier", description=REWARDS)
 
     @model_validator(mode="after")

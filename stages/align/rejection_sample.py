@@ -40,8 +40,6 @@ class RewardedConfig(BadRowsConfig):
 
 
 class RejectionSampleConfig(RewardedConfig, SeededConfig):
-    """Settings of the choice among a prompt's answers."""
-
     pick: Pick = Field("reward_model", description="The answer to pick: highest reward, random, most frequent text, or random right answer")
     correct: bool = Field(False, description="Choose only among answers that the prompt's verifier scores as right")
     most: int = Field(1, ge=1, description="Maximum number of different answers per prompt, in order of choice")

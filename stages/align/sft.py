@@ -28,8 +28,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
 
     Several inputs are concatenated, without their held-out rows. Within a step every learned token has the same weight. Rows that the chat
     template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`. Scores on `tasks` (folders of task files and
-    their data) are in the training log and the metrics.
-    """
+    their data) are in the training log and the metrics."""
     rows = read_instructions(instructions)
     network, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout)
     bad = BadRows(config, "sft")

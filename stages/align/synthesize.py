@@ -49,8 +49,6 @@ NO_ANSWER = "The answer must end with a line `The answer is …`."
 
 
 class SynthesizeConfig(TurnsConfig, BadRowsConfig, SeededConfig):
-    """Settings of the problems, their answers, and the checks."""
-
     problems: Literal["given", "maths", "code"] = Field(
         "given", description="given: training prompts, checked by verifiers; new problems: maths, checked by agreement; code, by tests"
     )
@@ -112,8 +110,7 @@ def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None
     results are kept. `dropped` holds problems that were truncated (`unfinished`), are `empty`, resemble a prompt or another problem
     (`copied`), have too few tests that fail without a solution (`tests`) or no right answer (`none_right`), and bad rows (see `bad_rows`).
     The metrics `right_after_1`, `right_after_2`, … count the problems solved within that many tries. `judges` are models that verifiers
-    refer to. With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
-    """
+    refer to. With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies."""
     rows = prompts.read().to_pylist()
     train = sorted((with_tools(row, config.tools) for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
     if not train:

@@ -57,8 +57,6 @@ class InputColumns(StageConfig):
 
 
 class IngestConfig(StageConfig):
-    """Settings for reading inputs as pages."""
-
     format: Literal["auto", "warc", "files", "parquet", "jsonl", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every input file; auto: detect it from the file's name and first bytes"
     )

@@ -41,8 +41,6 @@ RESULTS = "results.json"  # file of an evaluation with its results in lm-evaluat
 
 
 class BenchmarkConfig(SeededConfig):
-    """Settings of questions, answers and scores."""
-
     limit: int | None = Field(None, ge=1, description="Maximum number of questions per task, taken from the beginning; null: all")
     shots: int | None = Field(None, ge=0, le=1000, description="Number of few-shot examples per question; null: the task file's")
     prompts: PromptFormat = Field("plain", description="plain: unchanged text, for base models; chat: one message of the chat template")

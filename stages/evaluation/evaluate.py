@@ -78,8 +78,6 @@ class AnswersConfig(TurnsConfig):
 
 
 class EvaluateConfig(BadRowsConfig, SeededConfig):
-    """Settings of the evaluation on pages and on prompts."""
-
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
     context: int | None = Field(None, ge=2, description="Maximum context for pages, in tokens; null: the model's own")

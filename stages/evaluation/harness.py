@@ -29,8 +29,6 @@ MISSING = "lm-evaluation-harness is not installed: pip install 'puna[harness]', 
 
 
 class HarnessConfig(BenchmarkConfig):
-    """Settings of a benchmark that lm-evaluation-harness itself runs."""
-
     names: tuple[str, ...] = Field((), description="Names of the harness's own tasks, whose data come from the Hugging Face hub")
 
 

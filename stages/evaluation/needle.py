@@ -46,8 +46,6 @@ class NeedleSettings(StageConfig):
 
 
 class NeedleConfig(NeedleSettings, SeededConfig):
-    """Settings of the needle-in-a-haystack evaluation."""
-
     lengths: tuple[int, ...] = Field((), description="Lengths of the texts, in tokens; empty: the model's longest context")
     max_bytes: int = Field(4_000_000, ge=1000, description="Maximum held-out text to hide passages in, in bytes; short text is repeated")
     micro_batch_tokens: int = Field(8192, ge=16, description="Maximum tokens per forward pass; a longer text gets its own pass")

@@ -37,8 +37,6 @@ ARMS = ("set", "shuffled")
 
 
 class AnnealExperimentConfig(SeededConfig):
-    """Settings of annealing with and without each data set, and of the verdict."""
-
     sets: tuple[str, ...] = Field((), description="Categories of the mixture to test as data sets; empty: all")
     categories: int = Field(8, ge=1, description="Maximum number of data sets: the mixture's largest categories, and all others as one")
     share: float = Field(0.3, gt=0, le=1, description="Share of rows from the data set during annealing (0 to 1)")
@@ -101,8 +99,7 @@ def anneal_experiment(
     loss on held-out documents of the set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired
     runs, and if it raises the loss on default text by at most `most_default_rise` more than its shuffled words do. Duplicate documents
     count once. A set that is mostly duplicates, or that would be read too often, is refused before any training. With a mixture, the table
-    `weights` is the annealing mix, for `mix`: accepted sets divide `share` by their bytes; the rest is weighted as in the mixture.
-    """
+    `weights` is the annealing mix, for `mix`: accepted sets divide `share` by their bytes; the rest is weighted as in the mixture."""
     source = tokenizer or model
     if source is None:
         raise PunaError("anneal_experiment starts from a model, or trains one with a tokenizer; give exactly one of the two")

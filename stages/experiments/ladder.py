@@ -39,8 +39,6 @@ Question = tuple[list[int], list[list[int]]]  # token ids of the prompt and of t
 
 
 class LadderConfig(SeededConfig):
-    """Settings of the ladder: shapes, token counts, and tuning."""
-
     model: ModelShape = Field(SHAPE, description="Shape of the largest model that the scaling law should predict, as in pretrain")
     widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other dimensions follow")
     tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens per parameter, output layer included, at multiple 1")
@@ -91,8 +89,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     decays to 0, which gives a point. Batch size and learning rate are tuned first, at two model sizes and the middle multiple, since the
     best rate of short runs is too high for long runs. Other shapes follow the power law through the two optima. A shape whose first point
     has fewer than 400 steps is an error. The loss is measured on documents held out as in pretrain, and on the `heldout` sets. Runs share
-    the CPU's cores. If the largest model is too large for a core and there is a GPU, the runs use the GPU one after another.
-    """
+    the CPU's cores. If the largest model is too large for a core and there is a GPU, the runs use the GPU one after another."""
     import torch
 
     for artifact in (tokens, *(heldout or ())):

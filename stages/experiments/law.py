@@ -18,8 +18,6 @@ from puna.storage import Artifact, PunaError
 
 
 class LawConfig(SeededConfig):
-    """Settings of a scaling law: the loss that it predicts, and the bootstrap for its intervals."""
-
     heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or the id of a `heldout` artifact")
     draws: int = Field(200, ge=100, le=100_000, description="Number of bootstrap draws for an interval")
 

@@ -19,8 +19,6 @@ MICRO_BATCH = 8192
 
 
 class PhaseGainsConfig(SeededConfig):
-    """Settings of the comparison of a model with its controls."""
-
     max_bytes: int = Field(300_000, ge=1000, description="Maximum held-out text to score, bytes; pages are chosen by a hash of their ids")
     max_page_bytes: int = Field(100_000, ge=100, description="Maximum size of a page, in bytes; longer pages are left out")
 

@@ -53,8 +53,6 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  
 
 
 class ImportModelConfig(StageConfig):
-    """Settings of a model import: number format and chat template."""
-
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
         "stored", description="Number format of the imported weights; stored: the checkpoint's, float32 for GGUF's quantised blocks"
     )

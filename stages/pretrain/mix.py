@@ -20,8 +20,6 @@ TOLERANCE = 1e-6  # for rounding errors of weights that should add up to 1
 
 
 class MixConfig(SeededConfig):
-    """Settings of the mixture's weights."""
-
     weights: dict[str, float] = Field(
         default_factory=dict, description="Category → share of the training bytes (sum: 1); empty: an experiment's, else natural shares"
     )
@@ -163,7 +161,6 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
 
 
 def _measure(part: Part, split: Artifact) -> pa.Table:
-    """Return a table of a part's documents: id, category, `heldout` and `bytes` of text."""
     table = part.read()
     ids = table["id"]
     own = split.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", "category", "split"])

@@ -41,8 +41,6 @@ MOMENTS = "optimizer/state.safetensors"
 
 
 class PretrainConfig(SizedConfig):
-    """Settings of the model and its training."""
-
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     z_loss: float = Field(
         0.0, ge=0, le=1, description="Weight of the z-loss, the squared log-normaliser of the logits, for stability (OLMo: 1e-5); 0: none"

@@ -33,8 +33,6 @@ class KindsConfig(StageConfig):
 
 
 class SplitConfig(SeededConfig):
-    """Settings of the split: the amount of held-out documents, and the signals that determine a document's category."""
-
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
     kinds: KindsConfig | None = Field(None, description="Thresholds of four kinds (language, code, reasoning, domain) replacing `category`")
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the URLs whose documents are held out (0 to 1; 0: none)")
@@ -94,7 +92,6 @@ def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: Split
 
 
 def _signal(ids: pa.ChunkedArray, signals: Sequence[Artifact], name: str) -> pa.ChunkedArray:
-    """Return the signal `name` of each id. Raise PunaError if a document has no row of signals."""
     return signals_of(next(artifact for artifact in signals if name in artifact.columns()), ids, [name])[name]
 
 

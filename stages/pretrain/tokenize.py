@@ -22,8 +22,6 @@ BUCKET_DOCUMENTS = 20_480
 
 
 class TokenizeConfig(SeededConfig):
-    """Settings of tokenization."""
-
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per packed row")
 
 

@@ -22,8 +22,6 @@ APART = 1_000_000
 
 
 class DatedPromptsConfig(StageConfig):
-    """Settings of dated questions: generators, months and amounts."""
-
     tasks: tuple[Task, ...] = Field(description="Generators; each gives the same number of questions", min_length=1)
     month: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="Month of the questions, YYYY-MM")
     before: int = Field(1, ge=0, lt=CYCLE, description="Number of earlier months to generate questions for")

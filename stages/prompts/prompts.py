@@ -33,8 +33,6 @@ class Task(StageConfig):
 
 
 class PromptsConfig(SeededConfig):
-    """Settings of the questions and of their split."""
-
     tasks: tuple[Task, ...] = Field(description="Generators; each gives the same number of questions", min_length=1)
     train: int = Field(400, ge=0, description="Number of training questions per task")
     heldout: int = Field(100, ge=0, description="Number of held-out questions per task; they do not depend on `train` and `skip`")

@@ -71,7 +71,6 @@ class DigitsTask(Generator):
     count: int = Field(3, ge=2, le=4, description="How many numbers a question asks for")
 
     def draw(self, random: Random) -> Drawn:
-        """Return one question that asks for even or odd numbers with given first digits, or for bounded numbers with given last digits."""
         digits = random.sample(range(1 if self.place == "first" else 0, 10), self.count)
         digits_text = f"{', '.join(map(str, digits[:-1]))} and {digits[-1]}"
         way = "from small to large" if self.order == "rising" else "from large to small"

@@ -179,7 +179,6 @@ class _Values:
                 raise self._error(rule, f"is not JSON: {error.msg}, at {self._place(end)}", end) from error  # type: ignore[attr-defined]
 
     def _error(self, rule: str, message: str, end: int) -> _Broken:
-        """Return an error for the value at `_at`, which was decoded up to `end`."""
         start, end = self._passed + self._at, self._passed + end
         again, self._decoded = min(end, self._decoded) - start, max(end, self._decoded)
         return _Broken(rule, message, max(0, again))

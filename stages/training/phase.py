@@ -88,7 +88,6 @@ class Phase(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _until_replaces_steps(cls, values: Any) -> Any:
-        """Set `steps` to 0 if only `until` is given."""
         only_until = isinstance(values, Mapping) and values.get("until") is not None and "steps" not in values
         return {**values, "steps": 0} if only_until else values
 
@@ -114,7 +113,6 @@ class Phase(StageConfig):
         `row`: tokens of a row. `before`: tokens read before the phase."""
         changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
-            # A part begins with the first step that starts after `after_tokens` tokens.
             waited = max(0, -(-(pair.after_tokens - read) // (rows * row)))
             step, read, rows = step + waited, read + waited * rows * row, pair.rows
             source = pair.tokens or changes[-1][3]

@@ -144,7 +144,6 @@ def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int
             "order": pa.array([order for order, _ in rows], pa.int64()),
             "id": pa.array([row.id for _, row in rows], pa.string()),
             "bytes": pa.array([min(len(row.text.encode()), most * TEXT_PER_TOKEN) for _, row in rows], pa.int64()),
-            # Include the end token only if it is within the limit.
             "tokens": pa.array([[vocabulary.begin, *ids, *vocabulary.end][:most] for ids in encodings], pa.list_(pa.int32())),
         }
     )

@@ -81,7 +81,6 @@ def fold_of_each(examples: Sequence[Example], generator: np.random.Generator) ->
 
 
 def _prompt_numbers(examples: Sequence[Example]) -> Tensor:
-    """Return the index of each example's prompt, int64; prompts are numbered by first appearance."""
     import torch
 
     numbers: dict[tuple[int, ...], int] = {}

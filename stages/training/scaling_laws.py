@@ -49,8 +49,7 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
     """Return M surfaces fitted to losses [M, n] at parameters [n] and tokens [n]; all have the value of `joints` that fits losses[0] best.
 
     The sum of Huber losses of the log errors (Hoffmann et al. 2022) is minimised by IRLS with Levenberg-Marquardt steps: first losses[0]
-    from many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points.
-    """
+    from many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points."""
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
     if len(n) < FEWEST:
@@ -303,8 +302,7 @@ class Parabola:
 def parabolas(points: Points) -> list[Parabola]:
     """Return IsoFLOP parabolas at budgets of points, a factor of 1.4 or more apart, that three or more shapes reach (Llama 3, 3.2.1).
 
-    A shape's log loss is interpolated linearly in log FLOPs between its points, and constant for 9 % beyond its ends.
-    """
+    A shape's log loss is interpolated linearly in log FLOPs between its points, and constant for 9 % beyond its ends."""
     lines: list[Parabola] = []
     trunks = [points[points.parameters == size] for size in np.unique(points.parameters)]
     for level in np.sort(points.flops)[::-1]:

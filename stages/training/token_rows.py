@@ -37,7 +37,6 @@ def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Arra
     total = int(ends[-1]) if len(ends) else 0
     cuts = np.arange(0, total + sequence_length, sequence_length).clip(max=total)
     cuts = np.unique(cuts) if total else np.zeros(1, np.int64)
-    # A piece ends where its document or row ends.
     borders = np.unique(np.concatenate([cuts, ends]))
     pieces = np.diff(borders, prepend=0)[borders > 0] if total else np.zeros(0, np.int64)
     stops = borders[borders > 0] if total else np.zeros(0, np.int64)
@@ -61,8 +60,7 @@ class Packed:
     starts   [P + 1], where each piece starts in `tokens`
     rows     [R + 1], the first piece of each row
     owners   [P], index into `ids` of each piece's document
-    largest  the largest token id that was read
-    """
+    largest  the largest token id that was read"""
 
     tokens: npt.NDArray[np.int32]
     starts: Ints
@@ -273,7 +271,6 @@ def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Ta
 
 
 def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of a row's documents, cut at multiples of `length` tokens in the row."""
     cuts, at = [], 0
     for start, stop in row:
         while start < stop:

@@ -318,7 +318,6 @@ class Recorder:
 
 
 def _random() -> list[Tensor]:
-    """Return the states of the random generators, the CPU's first."""
     import torch
 
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]

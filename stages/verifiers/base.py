@@ -62,7 +62,6 @@ class Verifier(StageConfig):
     stepwise: ClassVar[bool] = False  # True if its scores have `steps`
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return the score of one answer."""
         raise NotImplementedError(f"{type(self).__name__} has no method score")
 
     def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:

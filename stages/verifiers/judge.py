@@ -38,7 +38,6 @@ class Judge(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if a judge's model is missing, or if its tokenizer does not distinguish the grades."""
         for model, top in {(v.model, v.max_grade) for v in verifiers if isinstance(v, Judge)}:
             if model is None and tools.endpoint is not None:
                 continue

@@ -42,7 +42,6 @@ class Code(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if programs cannot be isolated."""
         sandbox.mode()
 
     @classmethod
@@ -51,7 +50,6 @@ class Code(Verifier):
         return [score for scores in tools.run.map(_run_chunk, chunks(jobs, AT_ONCE), tools.config) for score in scores]
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return the score of one answer, within the default limits."""
         return _run_chunk([(self, answer)], ScoringConfig())[0]
 
 

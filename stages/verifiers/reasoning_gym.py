@@ -113,7 +113,6 @@ class ReasoningGym(Verifier):
 
     @model_validator(mode="after")
     def _entry_is_plain(self) -> ReasoningGym:
-        """Raise ValueError if the scorer would evaluate an entry that is more than a plain value."""
         about = self.entry.get("metadata")
         metadata = about if isinstance(about, dict) else {}
         for text in (self.entry.get("answer"), metadata.get("integrand")):
@@ -138,7 +137,6 @@ class ReasoningGym(Verifier):
         return Score(float(self.dataset.score_answer(answer, self.entry)))
 
     def _refusal(self, text: str) -> str:
-        """Return why the scorer must not evaluate the text, or ""."""
         try:
             if self.generator in FORMULAS:
                 check_formula(text)

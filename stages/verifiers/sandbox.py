@@ -61,8 +61,7 @@ class Outcome:
     results  per test None (passed) or the error; None if the run was refused, or ended before all tests did
     ended    why the run ended early, such as "time", "time by the clock", "memory", "signal 9"; otherwise empty
     output   the first 64 KiB of text printed by the program and the tests
-    refused  why the sandbox could not run the program; otherwise empty
-    """
+    refused  why the sandbox could not run the program; otherwise empty"""
 
     results: list[str | None] | None
     ended: str

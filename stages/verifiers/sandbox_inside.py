@@ -189,7 +189,6 @@ def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
 
 
 def _how(status: int) -> str:
-    """Return the signal or exit status that ended a process, as text; empty for exit status 0."""
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     return f"exit status {os.WEXITSTATUS(status)}" if status else ""

@@ -158,7 +158,6 @@ def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
 
 
 def _verifier(row: Row) -> Verifier:
-    """Return a prompt's verifier, checked against the prompt. If either is invalid, raise PunaError with the prompt's id."""
     try:
         verifier = from_text(row["verifier"])
         verifier.check(question_of(row))
