@@ -84,7 +84,7 @@ def sample(
     `serving.window` is set), are in `dropped`; see `bad_rows`.
 
     Rows name a model by its data digest, which also seeds its sampling, so answers depend on a model's content but not on how it was made
-    or on its position in `models`. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies. Prompts
+    or on its position in `models`. `endpoints` are named by model and host; the side table `exchanges` has requests and replies. Prompts
     that an endpoint refuses are in `dropped` (`refused`). Raise PunaError if no model is given, no prompt is usable, or a model repeats."""
     from puna.models.formats.checkpoint import read_config
 
@@ -97,7 +97,7 @@ def sample(
         raise PunaError("sample: endpoints are not supported with several processes; leave them out, or run one process")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
-        raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
+        raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}; choose another split or other prompts")
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; give each model once")
     scorer = Scorer(rows, config.scoring, run, judges or ())

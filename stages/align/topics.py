@@ -45,8 +45,8 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
 
     `labelled`: examples whose `task` is their topic, as `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
     learns from the mean hidden state of `model` over a request; a coarse topic's probability is the sum over its fine topics. Kept rows are
-    unchanged. `dropped` holds the rows beyond `max_per_topic`; `scores` holds each row's likeliest `fine:NAME` and `coarse:NAME`, with
-    their probabilities.
+    unchanged. `dropped` has the rows beyond `max_per_topic`; `scores` has each row's likeliest `fine:NAME` and `coarse:NAME`, with their
+    probabilities.
 
     The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two baselines are measured in the same
     way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words."""

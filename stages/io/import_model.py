@@ -101,7 +101,7 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
 
     rows = network.config.vocab_size
     if tokenizer.vocab_size > rows:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, but the embeddings only {rows} rows: none for {tokenizer.token(rows)!r}"
+        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: {tokenizer.token(rows)!r} has none"
         raise PunaError(f"import_model: {uri}: {sizes}; use the tokenizer that the model was trained with")
     if tokenizer.template is None:
         return
