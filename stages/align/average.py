@@ -40,14 +40,12 @@ class SearchConfig(RewardSettings):
 
 
 class AverageConfig(BadRowsConfig, SeededConfig):
-    """Settings of the average: each model's weight, or the search for the weights."""
-
     weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; empty: search if prompts are given, else equal")
     search: SearchConfig = Field(SearchConfig(), description="Settings of the search")
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
-    """Require that all models share a tokenizer, and that a reward model is given if the search uses one."""
+    """Return messages if the models have different tokenizers, or if the search needs a reward model and none is given."""
     chooses = config.search.reward != "verifier" and "prompts" in facts.inputs and not config.weights
     missing = [f"search.reward={config.search.reward} needs a reward_model; give one, or set search.reward=verifier"]
     return [*(missing if chooses and "reward_model" not in facts.inputs else []), *one_tokenizer(facts, "models")]
@@ -60,10 +58,10 @@ def average(
 ) -> None:  # fmt: skip
     """Average models of one shape, trained on different data or settings (Llama 3, section 4.1.5).
 
-    An average of reward models is as cheap to run as one model (WARM, Ramé et al. 2024). `prompts`: a development set without the
-    evaluation's prompts. If it has rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; ties go
-    to the most even weights. `search.reward`: verifiers, `reward_model` or both score the answers; with both, rewards are centered on the
-    first model's answers if `search.center` is start. Metrics: `weight_N`; after a search `development_score`, also of equal weights."""
+    Reward models can be averaged, too (WARM, Ramé et al. 2024). `prompts`: a development set without the evaluation's prompts. If it has
+    rows and `weights` is empty, the average whose answers have the highest mean reward is chosen; ties go to the most even weights.
+    `search.reward`: verifiers, `reward_model` or both score the answers; with both, rewards are centered on the first model's answers if
+    `search.center` is start. Metrics: `weight_N`; after a search `development_score`, also of equal weights."""
     from puna.models.training.average import average_checkpoints
 
     if config.weights and len(config.weights) != len(models):
@@ -130,7 +128,7 @@ def _search(
 
 
 class _Development:
-    """Evaluation of candidate averages on development prompts: all sample with the same random numbers, and their answers are scored."""
+    """Evaluation of candidate averages on development prompts, with the same random numbers for all candidates' answers."""
 
     def __init__(
         self, prompts: Artifact, reward_models: Sequence[Artifact], judges: Sequence[Artifact], tokenizer: Tokenizer, shape: ModelConfig,

@@ -1,4 +1,4 @@
-"""Prompts with verifiers, made from other prompts (a rule in the system message) and from documents (questions about long texts)."""
+"""Prompts with verifiers: rules for answers in the system messages of other prompts, and questions about long texts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ class Rule(StageConfig):
 
 
 class SystemPromptsConfig(SeededConfig):
-    """The rules, and where prompts state them."""
-
     rules: tuple[Rule, ...] = Field(min_length=1, description="Rules; each prompt gets one of them")
     place: Literal["system", "user", "none"] = Field(
         "system", description="Where the rule stands: system message, end of the last user message, or none (obedience by chance)"
@@ -58,8 +56,7 @@ def system_prompts(prompts: Prompts, config: SystemPromptsConfig, run: StageRun)
 
     A hash of seed and prompt chooses the rule; training prompts get no held-out rule. The rule is appended to the prompt's own system
     message. The tasks are `trained_rules` and `new_rules`. The prompts' own references and verifiers are dropped. Ids do not depend on
-    `place`, so answers to prompts with one `place` can serve to train or score prompts with another.
-    """
+    `place`, so answers to prompts with one `place` can serve to train or score prompts with another."""
     made = []
     for row in prompts.read().to_pylist():
         rules = [rule for rule in config.rules if row["split"] == "heldout" or not rule.heldout]
@@ -70,7 +67,7 @@ def system_prompts(prompts: Prompts, config: SystemPromptsConfig, run: StageRun)
             "verifier": dump(rule.verifier),
         })  # fmt: skip
     if not made:
-        raise PunaError(f"system_prompts: {prompts.id} has no prompts")
+        raise PunaError(f"system_prompts: {prompts.id} has no prompts; give an artifact with prompts")
     run.write_rows(made)
     for task in (TRAINED, NEW):
         run.metric(task, sum(row["task"] == task for row in made))
@@ -90,8 +87,6 @@ def add_rule(messages: list[Message], rule: str, place: str) -> list[Message]:
 
 
 class LongPromptsConfig(SeededConfig):
-    """Number and length of the prompts, and the passages hidden in their texts."""
-
     train: int = Field(200, ge=0, description="Training prompts")
     heldout: int = Field(64, ge=0, description="Number of held-out prompts, made from other documents and other keys")
     characters: int = Field(6000, ge=100, le=10_000_000, description="Length of the text around the passages, in characters")
@@ -119,8 +114,7 @@ def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun)
 
     This is a minimal form of the long-context question answering of Llama 3 (section 4.3.4), for training and evaluation; see also
     `needle`. Held-out prompts use other documents and keys than training prompts. Documents that contain a key's passage are left out.
-    Raise PunaError if a split has no documents.
-    """
+    Raise PunaError if a split has no documents."""
     size = (config.train + config.heldout) * config.characters
     begins = [config.passage.partition("{value}")[0].replace("{key}", key).strip() for key in config.keys]
     texts: dict[str, list[str]] = {"train": [], "heldout": []}
@@ -139,7 +133,8 @@ def long_prompts(documents: Documents, config: LongPromptsConfig, run: StageRun)
 
 
 def _prompt(texts: Sequence[str], keys: Sequence[str], split: str, config: LongPromptsConfig, draw: np.random.Generator) -> dict[str, Any]:
-    """Return one row of the prompts table: consecutive texts from a random line of a random one on, with passages between their lines."""
+    """Return one row of the prompts table. Its text starts at a random line of a random text and continues with the next texts; passages
+    are inserted between lines."""
     at = int(draw.integers(len(texts)))
     text = texts[at].strip()
     text = text[text.rfind("\n", 0, int(draw.integers(max(0, len(text) - config.characters) + 1))) + 1 :]

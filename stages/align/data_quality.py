@@ -58,8 +58,6 @@ class Semantic(StageConfig):
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):
-    """Settings of the filters."""
-
     rules: Rules = Field(default_factory=Rules, description="Rules on the text")
     reward_quantile: float = Field(0.75, ge=0, lt=1, description="Quantile of the rewards at or above which an answer is good")
     min_agreement: float = Field(0.5, ge=0, le=1, description="Without a judge: agreement of samples at or above which an answer is good")
@@ -73,7 +71,7 @@ UNUSED_JUDGE = "a judge was given, but data_quality.judge is null; set data_qual
 
 
 def needs(config: DataQualityConfig, facts: Facts) -> list[str]:
-    """Require a chat template for the judging model. Reject a `judge` input that the settings do not use."""
+    """Return messages if the judging model has no chat template, or if the settings do not use the input `judge`."""
     if config.judge is None:
         return [UNUSED_JUDGE] if facts.inputs.get("judge") else []
     return chat_template(facts, "judge" if facts.inputs.get("judge") else "model")
@@ -86,13 +84,12 @@ def data_quality(instructions: Instructions, model: Model, judge: Model | None, 
     An answer is good if its reward is high. With the setting `judge`, the top grade from the language model `judge` (default: `model`) also
     suffices; without it, enough agreement among the prompt's samples. Rows without a reward pass, unless the judge's grade is below the
     top. Difficulty is the judge's grade, or else one minus the agreement. Near-duplicates are found by the cosine similarity of `model`'s
-    centered mean hidden states; each cluster keeps dialogues greedily, ordered by quality x (1 + difficulty). `keep` draws by this product.
-    Rows that the chat template of `model` rejects, and rows longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
+    centered mean hidden states; each cluster keeps dialogues greedily, ordered by quality x (1 + difficulty). `keep` samples by this
+    product. Rows that the chat template of `model` rejects, or longer than `micro_batch_tokens`, are dropped first; see `bad_rows`.
 
     `given_easy`, `given_medium` and `given_hard` count the rows that reach the quality rule, by difficulty (below 1/3, below 2/3, above);
     `kept_easy` and so on count the kept rows. `reward_and_judge`, `reward_only`, `judge_only` and `neither` count the rows with both a
-    reward and a grade by which of the two is good. `scores` holds the judge's mean grades: `points`, `difficulty` (0 to 2), `intentions`.
-    """
+    reward and a grade by which of the two is good. `scores` has the judge's mean grades: `points`, `difficulty` (0 to 2), `intentions`."""
     if not instructions.rows():
         raise PunaError(f"data_quality: {instructions.id} has no instructions; the previous stage's `dropped` table says why")
     if judge is not None and config.judge is None:
@@ -138,7 +135,6 @@ Verdict = tuple[str, float | None, float | None, str | None]
 
 
 def _apply(verdicts: Any, rows: list[Row], dropped: list[Row]) -> list[Row]:
-    """Return the rows that pass a rule, and append the rest to `dropped`."""
     remaining = []
     for row in rows:
         verdict: Verdict | None = verdicts(row)
@@ -179,8 +175,6 @@ def _phrase_rule(rows: Sequence[Row], rules: Rules) -> Any:
 
 
 def _text_rule(rules: Rules) -> Any:
-    """Return a rule that drops answers that are empty, or have too many emoji or exclamation marks."""
-
     def judge(row: Row) -> Verdict | None:
         turns = [message for message in messages_of(row) if message.get("role") == "assistant"]
         if any(not content_of(message).strip() and not message.get("tool_calls") for message in turns):
@@ -249,8 +243,7 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 
 
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
-    """Return id → quality (the larger of reward rank and the judge's points, 0 to 1) x (1 + difficulty). A row with neither reward nor
-    grade has quality 1; a row without a difficulty has difficulty 1."""
+    """Return id → quality (the larger of reward rank and judge's points, 0 to 1) x (1 + difficulty). Both are 1 for rows without them."""
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
     for row in rows:
@@ -273,7 +266,6 @@ def _draw_rule(rows: Sequence[Row], worth: dict[str, float], config: DataQuality
 
 
 def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: dict[str, float], run: StageRun) -> None:
-    """Report how many rows are easy, medium and hard before the quality rule and after all rules, if difficulties are known."""
     if not any(row["id"] in difficulty for row in given):
         return
     bars: dict[str, list[tuple[Any, float]]] = {}
@@ -288,8 +280,7 @@ def _report_difficulty(given: Sequence[Row], kept: Sequence[Row], difficulty: di
 def embed(examples: Sequence[Example], model: Transformer, micro_batch_tokens: int, folder: Path | None = None) -> Vectors:
     """Return unit (or zero) vectors [n, D]: the mean hidden state over a prompt and its first answer, minus the mean of all examples.
 
-    Uncentered hidden states share a large common direction, so all their cosines are near 1. `folder` saves finished batches for resuming.
-    """
+    Uncentered hidden states share a large common direction, so all their cosines are near 1. `folder`: finished batches are saved here."""
     import torch
 
     from puna.models.forest import Forest

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class DistillConfig(AdapterConfig):
-    """Settings of the student's sampling and training."""
-
     answers: int = Field(1, ge=1, description="Number of answers that the student samples per prompt")
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature for sampling and for the compared distributions")
     max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, including its end token")
@@ -55,8 +53,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     In each step the current student answers the next `training.batch_size` prompts. The loss is the mean divergence between the student's
     and the teacher's next-token distributions over the tokens of these answers, in nats per token. No reference answers or rewards are
     needed. Both models must have the same tokenizer. See also Lu and Thinking Machines 2025; as a baseline, run `sft` on the teacher's
-    samples. Prompts that the chat template rejects or that are too long are in `dropped`; see `bad_rows`.
-    """
+    samples. Prompts that the chat template rejects or that are too long are in `dropped`; see `bad_rows`."""
     from puna.models.training.objectives import Distill
     from puna.models.training.parallel.parallel import part_of
 
@@ -68,7 +65,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     given = prompts.read().to_pylist()
     rows, prompt_tokens = training_prompts(given, network, tokenizer, config.answers, config.max_tokens, row_limit(config.training), bad)
     if not rows:
-        raise PunaError(f"distill: {prompts.id} has no training prompts")
+        raise PunaError(f"distill: {prompts.id} has no training prompts; set prompts.train to get some")
     bad.write(run)
     batches = _sampler(network, [ids for _, ids in prompt_tokens], tokenizer.stop_ids, config, run)
     mesh, guide = ranks.mesh(layout), guide.requires_grad_(False)

@@ -28,11 +28,10 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
 
     The reference is the policy at the start of training. If the loss needs the reference's log-probabilities, they are computed once,
     before the first step, for the preferences that training will use. Values stored by `reference_logprobs` are read instead; the metric
-    `reference_answers` counts computed answers. With loss kto, a preference's best answers (edited, chosen, and answers of equal rank)
+    `reference_answers` counts computed answers. With the loss kto, a preference's best answers (edited, chosen, and answers of equal rank)
     count as good and its worst as bad. `heldout_accuracy` and `heldout_margin` are measured on held-out pairs after training; with kto the
     margin is the mean reward of good answers minus that of bad ones. Preferences that the chat template rejects, that are longer than a
-    packed row, or (except with kto) whose answers are all good or all bad are in `dropped`; see `bad_rows`.
-    """
+    packed row, or (except with kto) whose answers are all good or all bad are in `dropped`; see `bad_rows`."""
     check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
@@ -125,7 +124,8 @@ def _train_kto(
 ) -> list[dict[str, float]]:
     """Train in place by KTO (Ethayarajh et al. 2024) on examples with two tiers, good and bad answers; return the log.
 
-    The loss compares rewards with the KL divergence to the reference, estimated on answers to other prompts. Without such: PunaError."""
+    The loss compares rewards with the KL divergence to the reference, estimated on answers to other prompts. Raise PunaError if there are
+    none."""
     from puna.models.training.objectives import Kto
 
     others = mismatch(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))
@@ -177,8 +177,8 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 
 
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Return each example's prompt with as many answers of other examples as it has itself; fewer if answers or tokens run out. Answers are
-    taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly once."""
+    """Return each example's prompt with answers of other examples, as many as it has itself; fewer if answers or tokens run out. Answers
+    are taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly once."""
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
     remaining: list[Example] = list(examples)
@@ -202,7 +202,6 @@ def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np
 
 
 def _collate_kto(chosen: Sequence[tuple[Example, Example, list[float], list[float]]], config: DpoConfig) -> KtoBatch:
-    """Pack examples and their mismatched examples into a batch, with the reference log-probabilities of both."""
     import torch
 
     from puna.models.training.objectives import KtoBatch

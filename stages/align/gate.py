@@ -1,4 +1,4 @@
-"""The gate of an alignment round: measurements or a person decide whether the candidate replaces the policy."""
+"""The gate of an alignment round: measurements, or a person, decide if the candidate replaces the policy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from puna.storage import Artifact, PunaError
 
 
 class ApprovalConfig(StageConfig):
-    """A person's decision on a gate's candidate."""
-
     by: str = Field(min_length=1, description="Name of the person who decides")
     approved: bool = Field(True, description="Whether the candidate replaces the policy")
     reason: str = Field("", description="Reason for the decision")
@@ -41,8 +39,6 @@ SCORES = "scores"
 
 
 class GateConfig(StageConfig):
-    """The metric to compare, the bounds that a candidate must meet, and who decides."""
-
     metric: str = Field("score", min_length=1, description="Name of the per-prompt score to compare")
     min_gain: float = Field(0.0, ge=-1, le=1, description="Bound that the 95 % interval of the mean gain over all prompts must lie above")
     max_fall: float = Field(0.05, ge=0, le=1, description="Maximum drop of a task's mean score, or relative increase of bits or perplexity")
@@ -63,8 +59,7 @@ def compare(before: Mapping[str, float], after: Mapping[str, float], tasks: Mapp
     """Return paired comparisons of two models' scores: over all prompts, then per task. All arguments are keyed by prompt id.
 
     Only prompts with both scores count. The interval is Student's t on the paired differences, so differences in difficulty between prompts
-    do not widen it. Raise ValueError for fewer than two pairs.
-    """
+    do not widen it. Raise ValueError for fewer than two pairs."""
     pairs = sorted(before.keys() & after.keys())
     if len(pairs) < 2:
         raise ValueError(f"a paired comparison needs at least two prompts that both models answered, not {len(pairs)}")
@@ -92,7 +87,8 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
 
 
 def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
-    """Return one clause per task whose main metric got worse by more than `max_fall`. Raise PunaError if they cannot be compared."""
+    """Return one clause per task whose main metric got worse by more than `max_fall`. Raise PunaError for evaluations on different
+    tasks."""
     rows, remarks = differences(scores_of([before]), scores_of([after]))
     if remarks:
         raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")
@@ -109,15 +105,14 @@ def gate(
     policy: Weighed, candidate: Weighed, before: Evaluation, after: Evaluation, prompts: Prompts, benchmark_before: Evaluation | None,
     benchmark_after: Evaluation | None, config: GateConfig, run: StageRun,
 ) -> None:  # fmt: skip
-    """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and decide whether it may replace the policy.
+    """Compare a candidate with the policy, prompt by prompt, on held-out prompts, and decide if the candidate may replace the policy.
 
-    `before` and `after` are the evaluations of the policy and the candidate; their `scores` hold one score per prompt in `prompts`. If only
-    one of the two answers to a prompt could be scored, the other counts as 0. `benchmark_before` and `benchmark_after` evaluate both models
-    on the same task files; no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` (passed, refused, or waits for a
-    person's `approval`) and `reason`. The rows hold `before`, `after` and `gain` over `all` prompts and per task.
-    """
+    `before` and `after` are the evaluations of the policy and the candidate, with one score per prompt in `prompts`. If only one of the two
+    answers to a prompt could be scored, the other counts as 0. `benchmark_before` and `benchmark_after` evaluate both models on the same
+    task files; no task's main metric may get worse by more than `max_fall`. Metrics: `verdict` (passed, refused, or waits for a person's
+    `approval`) and `reason`. The rows have `before`, `after` and `gain` over `all` prompts and per task."""
     if (benchmark_before is None) != (benchmark_after is None):
-        raise PunaError("gate: benchmark_before and benchmark_after are compared; give both or neither")
+        raise PunaError("gate: benchmark_before and benchmark_after are compared with each other; give both or neither")
     for model, evaluation, name in (
         (policy, before, "before"), (candidate, after, "after"),
         (policy, benchmark_before, "benchmark_before"), (candidate, benchmark_after, "benchmark_after"),

@@ -29,8 +29,6 @@ def answer_message(text: str) -> Row:
 
 
 class ChosenConfig(StageConfig):
-    """The levels of preferences to use, and the name of their source."""
-
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels whose better answers are used")
     source: str = Field("chosen", min_length=1, description="Name of the source in the instructions table")
 
@@ -52,8 +50,6 @@ def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) 
 
 
 class InstructionsConfig(StageConfig):
-    """The source name of the instructions."""
-
     source: str = Field("gold", min_length=1, description="Name of the source in the instructions table")
 
 
@@ -61,8 +57,7 @@ class InstructionsConfig(StageConfig):
 def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) -> None:
     """Pair training prompts with their reference answers, in place of demonstrations by human annotators.
 
-    Held-out prompts are left out. Training prompts without a reference are in `dropped`. Raise PunaError if no prompt has a reference.
-    """
+    Held-out prompts are left out. Training prompts without a reference are in `dropped`. Raise PunaError if no prompt has a reference."""
     questions = [row for row in prompts.read().to_pylist() if row["split"] == "train"]
     if not questions:
         raise PunaError(f"instructions: {prompts.id} has no training prompts; set prompts.train to get some")
@@ -81,8 +76,6 @@ def instructions(prompts: Prompts, config: InstructionsConfig, run: StageRun) ->
 
 
 class MixInstructionsConfig(SeededConfig):
-    """The shares of the mix."""
-
     shares: dict[str, float] = Field(
         default_factory=dict,
         description="Source → its share of the training rows, 0 to 1; the other sources divide the rest in proportion to their rows",
@@ -104,10 +97,9 @@ class MixInstructionsConfig(SeededConfig):
 def mix_instructions(instructions: list[Instructions], config: MixInstructionsConfig, run: StageRun) -> None:
     """Choose training rows from several sets so that each source in `shares` has its share (see Llama 3, table 7).
 
-    A hash of seed and id chooses among a source's rows; `row_counts` determines how many. Rows that several sets share count once. Rows
+    A hash of seed and id chooses among a source's rows; `row_counts` determines their number. Rows that several sets share count once. Rows
     that are not chosen are in `dropped`, with the rule `share`. Raise PunaError if a source with a share has no rows, or if the shares add
-    up to less than 1 and there are no other sources.
-    """
+    up to less than 1 and there are no other sources."""
     every = [row for artifact in instructions for row in artifact.read().to_pylist()]
     rows: dict[str, Row] = {row["id"]: row for row in every if row["split"] == "train"}
     sources: dict[str, list[str]] = {}

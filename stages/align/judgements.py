@@ -34,7 +34,7 @@ class Judgement(BaseModel):
 
     @property
     def worth(self) -> int:
-        """Return the signed level: 4 (significantly) to 1 (marginally) if the first answer is better, negative if the second; 0: none."""
+        """Return the signed level: 4 (significantly) to 1 (marginally) if the first answer is better, -4 to -1 if the second is; else 0."""
         if self.better is None or self.level is None:
             return 0
         size = STEPS - LEVELS.index(self.level)
@@ -42,8 +42,6 @@ class Judgement(BaseModel):
 
 
 class JudgementsConfig(SeededConfig):
-    """Settings of the pairs to judge, and the share of prompts to hold out."""
-
     pairs_per_prompt: int = Field(1, ge=1, description="Maximum number of pairs per prompt")
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description="Share of prompts held out from training, to measure the reward model")
 
@@ -65,7 +63,7 @@ def pairs_to_judge(answers: Mapping[str, Sequence[Row]], config: JudgementsConfi
 
 
 def agreement(judged: Iterable[Sequence[str]]) -> tuple[float | None, float | None]:
-    """Return how often two judges chose the same answer (0 to 1), and Krippendorff's alpha. `judged`: the judges' choices for each pair.
+    """Return the share of pairs of judges that chose the same answer, and Krippendorff's alpha. `judged`: the judges' choices per pair.
 
     Alpha (Krippendorff 2004, nominal data) is 1 for full agreement and 0 for chance. Both are None if no pair of answers has two judges;
     alpha is also None if all choices are the same."""
@@ -90,9 +88,9 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
     """Make preferences from people's judgements (Llama 3, section 4.2.1): edited > chosen > rejected, at one of four levels.
 
     `judged`: JSON Lines files with one `Judgement` per line. If several people judged a pair, the mean of their signed levels decides.
-    `dropped` holds pairs that all judges skipped (`skipped`) or whose levels cancel out (`no_majority`). If a judge edited the prompt, the
-    conversation is the edited prompt with both answers. Metrics: `judges`, and `agreement` and `alpha` if two people judged the same pair.
-    """
+    `dropped` has pairs that all judges skipped (`skipped`) or whose levels cancel out (`no_majority`). If a judge edited the prompt, the
+    conversation is the edited prompt with both answers. Metrics: `judges`, and `agreement` and `alpha` if two people judged the same
+    pair."""
     questions, by_prompt = read_answers(answers, prompts)
     pairs = pairs_to_judge(by_prompt, config)
     by_pair: dict[str, dict[str, Judgement]] = defaultdict(dict)
@@ -149,7 +147,6 @@ def _preference(pair: str, first: Row, second: Row, verdicts: Sequence[Judgement
 
 
 def _lines(judged: Sequence[External]) -> Iterable[tuple[int, str, str]]:
-    """Yield (line number, text, file name) for each non-blank line."""
     for source in judged:
         for file in source.files:
             with file.open() as handle:

@@ -1,4 +1,4 @@
-"""Prompts that no earlier round has used: the next part of a pool."""
+"""The stage `new_prompts`: prompts that no earlier round has used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from puna.stages.draws import hash_of
 
 
 class NewPromptsConfig(SeededConfig):
-    """The number of prompts, and their purpose."""
-
     count: int = Field(400, ge=1, description="Number of prompts per task; fewer if the pool runs out")
     split: Literal["train", "heldout"] = Field("train", description="Purpose of the prompts: training, or only evaluation")
 
@@ -29,7 +27,7 @@ def new_prompts(pool: Prompts, used: list[Prompts] | None, config: NewPromptsCon
         ids.update(columns["id"].to_pylist())
         texts.update(columns["messages"].to_pylist())
     tasks: dict[str, list[dict[str, object]]] = {}
-    # The stage's name in the hash makes the order independent of other stages, whose held-out draws hash seed and id alone.
+    # Other stages hold out prompts by a hash of seed and id alone; with the stage's name, the order here is independent of theirs.
     rows = sorted(pool.read().to_pylist(), key=lambda row: (hash_of("new_prompts", config.seed, row["id"]), row["id"]))
     texts.update(row["messages"] for row in rows if row["split"] != "train")
     for row in rows:

@@ -46,8 +46,6 @@ class Thresholds(StageConfig):
 
 
 class PreferencesConfig(SeededConfig):
-    """Settings of the pairs and of the simulated annotator."""
-
     pairs_per_prompt: int = Field(2, ge=1, description="Maximum number of pairs per prompt")
     thresholds: Thresholds = Field(default_factory=Thresholds, description="Margins that separate the four levels")
     gold_weight: float = Field(0.6, ge=0, le=1, description="Weight of the verifier's score in the quality; the rest: taste or closeness")
@@ -76,9 +74,9 @@ class PreferencesConfig(SeededConfig):
 def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, run: StageRun) -> None:
     """Label pairs of answers with one of four preference levels and an edited answer (Llama 3, section 4.2.1).
 
-    If several models answered, a pair compares two models. Input rows are the pairs. `dropped` holds pairs with identical, similar or
-    unfinished answers, and pairs in which a verifier failed to score an answer (`unscored`). Raise PunaError if a prompt has no verifier.
-    """
+    If several models answered, a pair compares two models. Input rows are the pairs. `dropped` has pairs with identical, similar or
+    unfinished answers, and pairs in which a verifier failed to score an answer (`unscored`). Raise PunaError if a prompt has no
+    verifier."""
     questions, by_prompt = read_answers(answers, prompts)
     if bare := [name for name in sorted(by_prompt) if questions[name]["verifier"] is None]:
         raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge with, for example {bare[0]}")
@@ -135,8 +133,8 @@ def _report(kept: list[Row], dropped: list[Row], run: StageRun) -> None:
 
 
 def draw_pairs(answers: list[Row], generator: np.random.Generator, most: int) -> Iterator[tuple[Row, Row]]:
-    """Yield up to `most` disjoint pairs of answers, each from two different models if several models answered. Each pair comes from the two
-    models with the most answers left, so that few answers stay unpaired."""
+    """Yield up to `most` disjoint pairs of answers in random order. If several models answered, each pair compares the two models with the
+    most unpaired answers, so that few answers stay unpaired."""
     piles: dict[str, list[Row]] = defaultdict(list)
     for answer in sorted(answers, key=lambda a: (a["model"], a["sample"])):
         piles[answer["model"]].append(answer)

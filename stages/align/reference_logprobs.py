@@ -13,8 +13,6 @@ from puna.stages.training.train import frozen_dtype, load_model
 
 
 class ReferenceLogprobsConfig(BadRowsConfig):
-    """Settings of the counted tokens and of the size of a forward pass."""
-
     mask_format: bool = Field(True, description="Leave out header and termination tokens, as `dpo` does with its mask_format")
     micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer preferences get no log-probabilities")
 
@@ -23,10 +21,9 @@ class ReferenceLogprobsConfig(BadRowsConfig):
 def reference_logprobs(model: Model, preferences: Preferences, config: ReferenceLogprobsConfig, run: StageRun) -> None:
     """Copy the preferences, and store the summed log-probability of each answer under `model` in the side table `scores`.
 
-    A `dpo` run that starts from this model and uses these preferences, precision and `mask_format` reads the values, whatever its loss. In
-    `scores`, the id is a digest of prompt, answer and mask; the name holds mask, precision and model digest. Preferences that the chat
-    template rejects, or that are too long, are kept without log-probabilities and listed in `dropped`; see `bad_rows`.
-    """
+    A `dpo` run that starts from this model with these preferences, the same precision and `mask_format` reads the values, whatever its
+    loss. In `scores`, the id is a digest of prompt, answer and mask; the name has mask, precision and model digest. Preferences that the
+    chat template rejects, or that are too long, are kept without log-probabilities and listed in `dropped`; see `bad_rows`."""
     import torch
 
     network, tokenizer = load_model(model, "lm", frozen=True)

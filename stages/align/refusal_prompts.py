@@ -22,8 +22,6 @@ REFUSAL = (
 
 
 class RefusalPromptsConfig(StageConfig):
-    """The pattern of refusals, and the system message of the prompts."""
-
     pattern: str = Field(REFUSAL, min_length=1, description="Regular expression (RE2 syntax) that matches refusing answers")
     system: str = Field("", description="System message of each prompt; empty: keep the prompt's own")
 
@@ -33,9 +31,8 @@ def refusal_prompts(preferences: list[Preferences], config: RefusalPromptsConfig
     """Take the prompts of preferences in which exactly one answer refuses, with a verifier that detects refusals.
 
     In the task `harmful` the better answer refuses, and a refusal is right; in the task `borderline` the worse answer refuses, and any
-    other answer is right. The reference is the better answer, or its edited version. Metrics count what is left out: prompts that fall into
-    both tasks, preferences that lack an answer, and preferences in which both answers refuse or neither does.
-    """
+    other answer is right. The reference is the better answer, or its edited version. Metrics count the rows left out: prompts that fall
+    into both tasks, preferences that lack an answer, and preferences in which both answers refuse or neither does."""
     verifiers = {task: to_text("regex", pattern=config.pattern, absent=task == "borderline") for task in ("harmful", "borderline")}
     check, blank = RegularExpression(pattern=config.pattern), Question("", "", "", None)
     prompts: dict[str, list[dict[str, Any]]] = {}

@@ -58,7 +58,8 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
-    """Require a chat template, enough memory, the engine's package and, if `reward` uses it, a reward model with the policy's tokenizer."""
+    """Return messages if a chat template, memory, the engine's package, or a reward model with the policy's tokenizer (if used) is
+    missing."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     missing += without_vllm(config.engine, "engine")
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config, config)]
@@ -79,18 +80,15 @@ def ppo(
     """Train by PPO with the starting policy as frozen reference (Schulman et al. 2017; Ziegler et al. 2019).
 
     `reward` chooses a frozen reward model's output (see `ensemble` for several models), the score from each prompt's verifier, or their
-    product. The critic starts from the first reward model (by digest), or without one from the policy with a zero head. `judges` are models
-    that verifiers refer to. If its verifier fails, an answer has score 0 and is counted in the metric `unscored_answers`. Prompts that the
-    chat template rejects, or that may not fit into a row with their answers, are in `dropped`; see `bad_rows`.
-    """
+    product. The critic starts from the first reward model (by digest) or, without one, from the policy with a zero head. `judges` are
+    models that verifiers refer to. If its verifier fails, an answer has score 0 and is counted in the metric `unscored_answers`. Prompts
+    that the chat template rejects, or that may not fit into a row with their answers, are in `dropped`; see `bad_rows`."""
     from puna.models.training.ppo import train_ppo
 
     _optimize(policy, reward_model or (), prompts, judges or (), config, run, train_ppo, critic=True)
 
 
 class GrpoConfig(GrpoSettings, TurnsConfig, RolloutsConfig):
-    """Settings of GRPO and RLOO."""
-
     reward: Reward = Field("verifier", description=REWARDS)
 
     @model_validator(mode="after")
@@ -122,7 +120,7 @@ def _optimize(
 ) -> None:  # fmt: skip
     """Train the policy with `drive` (`train_ppo` or `train_grpo`) on the prompts, and save it.
 
-    `critic`: train a value model too, from the first reward model (by digest), or without one from the policy with a zero head."""
+    `critic`: train a value model, too; see `ppo`."""
     from puna.models.generation.vllm import VllmEngine
     from puna.models.training.parallel.groups import Groups
     from puna.models.training.parallel.parallel import parallel, part_of
@@ -133,7 +131,7 @@ def _optimize(
     layout = groups.mesh.layout
     model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
     scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
-    # Frozen models compute in the policy's precision. Against fp32, the KL divergence would include bf16's rounding error.
+    # Frozen models compute in the policy's precision; with fp32, the KL divergence would include bf16's rounding error.
     frozen = partial(part_of, layout=layout, mesh=groups.mesh, device=device(), precision=training_precision(config.compute, run))
     steps = getattr(config, "credit", "") == "steps"
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")

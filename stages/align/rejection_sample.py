@@ -1,4 +1,4 @@
-"""Rejection sampling: a reward model or another rule picks, among the K answers to a prompt, the ones that become training data."""
+"""Rejection sampling: a reward model or another rule picks, from the K answers to a prompt, those to train on."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ class RewardedConfig(BadRowsConfig):
 
 
 class RejectionSampleConfig(RewardedConfig, SeededConfig):
-    """Settings of the choice among a prompt's answers."""
-
     pick: Pick = Field("reward_model", description="The answer to pick: highest reward, random, most frequent text, or random right answer")
     correct: bool = Field(False, description="Choose only among answers that the prompt's verifier scores as right")
     most: int = Field(1, ge=1, description="Maximum number of different answers per prompt, in order of choice")
@@ -59,11 +57,10 @@ def rejection_sample(
 ) -> None:
     """Choose finished answers for each prompt, by default the one with the highest reward (Llama 3, section 4.2.2); see `pick` and `most`.
 
-    The side table `scores` holds each instruction's `agreement`: the share of finished answers with the same text. If the reward model
-    picks, `scores` also holds the `reward` of each finished answer. `dropped` holds prompts whose answers were all truncated
-    (`unfinished`), that lack a required right answer (`none_right`), or that cannot be scored; see `bad_rows`. If all answers have gold
-    scores, metrics compare the gold accuracy of the picked, the average and the best answer.
-    """
+    The side table `scores` has each instruction's `agreement`: the share of finished answers with the same text. If the reward model picks,
+    `scores` also has the `reward` of each finished answer. `dropped` has prompts whose answers were all truncated (`unfinished`), that lack
+    a required right answer (`none_right`), or that cannot be scored; see `bad_rows`. If all answers have gold scores, metrics compare the
+    gold accuracy of the picked, the average and the best answer."""
     questions, groups = read_answers(answers, prompts)
     finished = {key: [a for a in group if a["finished"]] for key, group in groups.items()}
     candidates = {key: finished[key] for key in sorted(finished) if finished[key]}

@@ -44,16 +44,16 @@ def reward_benchmark(
 ) -> None:  # fmt: skip
     """Measure a reward model or an ensemble: its accuracy on the pairs of each subset, and the rewards of n answers per prompt.
 
-    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024). A task is a subset. Metrics:
+    A pair is right if the chosen answer has the higher reward, as in RewardBench (Lambert et al. 2024). Each subset is a task. Metrics:
     `accuracy`; the accuracies of always choosing the longer (`always_longer`) or the shorter answer, in characters; the mean `margin`. The
     metric `subset_mean` weights all subsets equally. With `answers` and their `prompts`, means over prompts: `reward`, `spread` (standard
     deviation over a prompt's answers) and `best_reward`. If verifiers scored the answers, also the share of right answers among all
-    (`right`) and among the best by reward (`right_of_best`), and that of prompts with one (`right_of_any`). `scores` holds each reward.
-    """
+    (`right`) and among the best by reward (`right_of_best`), and of prompts with a right answer (`right_of_any`). `scores` has each
+    reward."""
     if not preferences and answers is None:
         raise PunaError("reward_benchmark: there is nothing to score; give preferences or answers")
     if (answers is None) != (prompts is None):
-        raise PunaError("reward_benchmark: answers need their prompts and prompts their answers; give both")
+        raise PunaError("reward_benchmark: answers need their prompts, and prompts their answers; give both")
     bad = BadRows(config, "reward_benchmark")
     if preferences:
         _report_pairs(_judge_pairs(preferences, reward_model, config, bad, run), run)

@@ -37,8 +37,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     are ordered correctly; `train_accuracy` is measured on random training prompts, as many as held-out prompts but at least 32.
     `heldout_longer_accuracy` is the accuracy of always preferring the longer answer, `heldout_accuracy_LEVEL` that of the reward model on
     one level. `heldout_calibration_error` compares the probabilities implied by reward differences with observed shares. Preferences that
-    the chat template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`.
-    """
+    the chat template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`."""
     check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
@@ -73,8 +72,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
 def collate(examples: list[Example]) -> RewardBatch:
     """Pack prompts into a batch of one row. The ranked answers are branches, and are compared only within their ranking.
 
-    Every ranking has the same weight in the loss, so a prompt with several preferences is weighted by their number.
-    """
+    Every ranking has the same weight in the loss, so a prompt with several preferences is weighted by their number."""
     from dataclasses import replace
 
     import torch
@@ -102,12 +100,10 @@ def _train(model: Transformer, head: Tensor | None, examples: list[Example], con
 
 
 def _draw(found: list[Ranked], most: int, run: StageRun) -> list[Ranked]:
-    """Return at most `most` prompts, chosen at random."""
     return [found[i] for i in sorted(run.generator("measured").permutation(len(found))[:most].tolist())]
 
 
 def _measure(model: Transformer, found: list[Ranked], split: str, config: RewardModelConfig, run: StageRun) -> None:
-    """Report the model's accuracy on a split, for chosen against rejected and for edited against chosen answers; see `report`."""
     examples, size = [one.example for one in found], config.training.compute.micro_batch_tokens
     rewards = score_answers(model, examples, size, lambda done, total: run.progress(done, total, f"{split} accuracy"))
     report(*pairs(found, rewards), split, run)

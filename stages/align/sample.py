@@ -41,8 +41,6 @@ _slug = partial(re.compile(r"\W+").sub, "_")
 
 
 class SampleConfig(BadRowsConfig, SeededConfig):
-    """Settings of the sampling."""
-
     answers: int = Field(8, ge=1, le=1024, description="Number of answers from each model to each prompt")
     temperature: float | None = Field(None, ge=0, le=10, description="Sampling temperature; 0: greedy decoding; null: the model's, or 1")
     top_p: float | None = Field(None, gt=0, le=1, description="Top-p: total probability of the sampled tokens; null: the model's, or 1")
@@ -86,9 +84,8 @@ def sample(
     `serving.window` is set), are in `dropped`; see `bad_rows`.
 
     Rows name a model by its data digest, which also seeds its sampling, so answers depend on a model's content but not on how it was made
-    or on its position in `models`. `endpoints` are named by model and host; the side table `exchanges` holds requests and replies. Prompts
-    that an endpoint refuses are in `dropped` (`refused`). Raise PunaError if no model is given, no prompt is usable, or a model repeats.
-    """
+    or on its position in `models`. `endpoints` are named by model and host; the side table `exchanges` has requests and replies. Prompts
+    that an endpoint refuses are in `dropped` (`refused`). Raise PunaError if no model is given, no prompt is usable, or a model repeats."""
     from puna.models.formats.checkpoint import read_config
 
     models = models or []
@@ -100,7 +97,7 @@ def sample(
         raise PunaError("sample: endpoints are not supported with several processes; leave them out, or run one process")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
-        raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}")
+        raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}; choose another split or other prompts")
     if len({model.data_digest for model in models}) < len(models):
         raise PunaError("sample: the same model is given twice; give each model once")
     scorer = Scorer(rows, config.scoring, run, judges or ())
@@ -248,7 +245,6 @@ def _generate(
     completions = engine.generate([ids for _, ids in asked], params, progress)
     if ranks.follows():
         return []
-    # A truncated answer is scored like any other.
     answers = [
         (row, index, completion, answer_text(completion.tokens, tokenizer))
         for (row, _), answer in zip(asked, completions, strict=True) for index, completion in enumerate(answer)
@@ -270,8 +266,7 @@ def read_answers(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]:
     """Return id → prompt, and prompt id → answers without their token ids. `learned`: the answers become training data.
 
-    Raise PunaError if there are no answers, if an answer's prompt is missing from `prompts`, or if `learned` and a prompt is held out.
-    """
+    Raise PunaError if there are no answers, if an answer's prompt is missing from `prompts`, or if `learned` and a prompt is held out."""
     columns = ["id", "prompt_id", "model", "sample", "text", "finished", "gold"]
     if not answers.rows():
         raise PunaError(f"{answers.id} has no answers; sample some first")

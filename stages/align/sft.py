@@ -28,8 +28,7 @@ def sft(model: Model, instructions: list[Instructions], tasks: list[External] | 
 
     Several inputs are concatenated, without their held-out rows. Within a step every learned token has the same weight. Rows that the chat
     template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`. Scores on `tasks` (folders of task files and
-    their data) are in the training log and the metrics.
-    """
+    their data) are in the training log and the metrics."""
     rows = read_instructions(instructions)
     network, tokenizer = load_model(model, "lm", quantization=config.quantization, layout=config.training.compute.layout)
     bad = BadRows(config, "sft")
@@ -55,7 +54,7 @@ def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
     """Return the training rows of all artifacts, sorted, so that the artifacts' order does not matter. Raise PunaError without rows."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["split"] == "train"]
     if not rows:
-        raise PunaError(f"{', '.join(a.id for a in artifacts)} contain no training instructions to fine-tune on")
+        raise PunaError(f"{', '.join(a.id for a in artifacts)}: no training instructions to fine-tune on; give rows of the split train")
     return sorted(rows, key=lambda row: (row["id"], row["messages"]))
 
 
@@ -106,7 +105,8 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
 
 @contextmanager
 def embedding_noise(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
-    """Add uniform noise in ``+-alpha / sqrt(tokens x width)`` to embeddings of passes with gradients inside the `with` block (NEFTune)."""
+    """Add uniform noise, at most alpha / sqrt(tokens x width), to embeddings inside the `with` block, in passes with gradients
+    (NEFTune)."""
     import torch
 
     bound = alpha / math.sqrt(tokens * model.config.hidden_size)

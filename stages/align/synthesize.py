@@ -1,7 +1,8 @@
-"""Synthetic training data: problems and answers from a model, kept only if a check confirms them.
+"""Synthetic training data: problems and answers from a model, kept only if a check confirms the answers.
 
-As in Llama 3, section 4.3, a model writes problems similar to the examples and answers each several times. Tests check code, agreement of
-answers checks maths, verifiers check given prompts. If no answer is right, the model gets the check's message and tries again."""
+As in Llama 3, section 4.3, a model writes problems similar to the examples, and answers each problem several times. Code is checked by
+tests, maths by agreement among the answers, given prompts by their verifiers. If no answer is right, the model gets the check's message and
+tries again."""
 
 from __future__ import annotations
 
@@ -49,8 +50,6 @@ NO_ANSWER = "The answer must end with a line `The answer is …`."
 
 
 class SynthesizeConfig(TurnsConfig, BadRowsConfig, SeededConfig):
-    """Settings of the problems, their answers, and the checks."""
-
     problems: Literal["given", "maths", "code"] = Field(
         "given", description="given: training prompts, checked by verifiers; new problems: maths, checked by agreement; code, by tests"
     )
@@ -75,7 +74,7 @@ class SynthesizeConfig(TurnsConfig, BadRowsConfig, SeededConfig):
 
 
 def needs(config: SynthesizeConfig, facts: Facts) -> list[str]:
-    """Require a model with a chat template, or an endpoint with its API key."""
+    """Return messages unless there is a model with a chat template, or an endpoint with its API key."""
     if (config.endpoint is None) == ("model" not in facts.inputs):
         return [ONE_WRITER]
     return chat_template(facts, "model") if config.endpoint is None else config.endpoint.unmet("endpoint")
@@ -107,17 +106,16 @@ class Text(NamedTuple):
 def synthesize(model: Model | None, prompts: Prompts, judges: list[Model] | None, config: SynthesizeConfig, run: StageRun) -> None:
     """Write an instruction for each problem that the model solves: the problem and a right answer; see `problems`.
 
-    Failed tries are left out; the side table `scores` holds the share of right answers (`right`) and the number of tries (`tries`). With
+    Failed tries are left out; the side table `scores` has the share of right answers (`right`) and the number of tries (`tries`). With
     `tools`, an answer is right if the verifier passes its last turn, and if tools were called and no call failed; the calls and their
-    results are kept. `dropped` holds problems that were truncated (`unfinished`), are `empty`, resemble a prompt or another problem
+    results are kept. `dropped` has problems that were truncated (`unfinished`), are `empty`, resemble a prompt or another problem
     (`copied`), have too few tests that fail without a solution (`tests`) or no right answer (`none_right`), and bad rows (see `bad_rows`).
     The metrics `right_after_1`, `right_after_2`, … count the problems solved within that many tries. `judges` are models that verifiers
-    refer to. With `endpoint` a remote model writes; the side table `exchanges` holds its requests and replies.
-    """
+    refer to. With `endpoint`, a remote model writes; the side table `exchanges` has its requests and replies."""
     rows = prompts.read().to_pylist()
     train = sorted((with_tools(row, config.tools) for row in rows if row["split"] == "train"), key=lambda row: str(row["id"]))
     if not train:
-        raise PunaError(f"synthesize: {prompts.id} has no training prompts")
+        raise PunaError(f"synthesize: {prompts.id} has no training prompts; give prompts of the split train")
     writer = Writer(model, config, run)
     problems = train if config.problems == "given" else _new_problems(train, rows, writer, config, run)
     run.metric("problems", len(problems))

@@ -32,8 +32,6 @@ LISTS, TENSORS, NUMBERS = ("old_dirs", "old_stps", "ro"), ("d", "prev_flat_grad"
 
 
 class TopicsConfig(BadRowsConfig, SeededConfig):
-    """Settings of the classifier, and the maximum number of instructions per topic."""
-
     penalty: float = Field(3e-4, gt=0, description="L2 penalty on the classifier's coefficients")
     folds: int = Field(5, ge=2, le=20, description="Number of cross-validation folds of the labelled examples")
     max_per_topic: int | None = Field(None, ge=1, description="Maximum number of instructions per topic, drawn at random; null: all")
@@ -47,8 +45,8 @@ def topics(instructions: Instructions, labelled: list[Instructions], model: Mode
 
     `labelled`: examples whose `task` is their topic, as `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
     learns from the mean hidden state of `model` over a request; a coarse topic's probability is the sum over its fine topics. Kept rows are
-    unchanged. `dropped` holds the rows beyond `max_per_topic`; `scores` holds each row's likeliest `fine:NAME` and `coarse:NAME`, with
-    their probabilities.
+    unchanged. `dropped` has the rows beyond `max_per_topic`; `scores` has each row's likeliest `fine:NAME` and `coarse:NAME`, with their
+    probabilities.
 
     The metrics `fine_accuracy` and `coarse_accuracy` are cross-validated on the labelled examples. Two baselines are measured in the same
     way: `*_majority`, always the most frequent topic, and `*_words`, a naive Bayes classifier of words."""
@@ -218,7 +216,6 @@ def _above_limit(names: Sequence[str], topic: dict[str, str], config: TopicsConf
 
 
 def _report(found: dict[str, dict[str, tuple[str, float]]], left: dict[str, tuple[str, int]], run: StageRun) -> None:
-    """Report the number of instructions per topic, before and after balancing."""
     for level in ("coarse", "fine"):
         before = Counter(one[level][0] for one in found.values())
         after = Counter(one[level][0] for name, one in found.items() if name not in left)

@@ -28,8 +28,7 @@ class InputFacts:
 
     `sources`: names of the external inputs that the input descends from. `bytes`: size of the stored files. `look(seconds)` reads the first
     pages and returns their texts and their share of all bytes. `model`: an existing model with the shape, tokenizer and chat template that
-    the input will have.
-    """
+    the input will have."""
 
     kind: str
     tables: dict[str, tuple[str, ...]] | None = None

@@ -161,7 +161,6 @@ def _on_worker(
 def _perform_there(
     module: str, name: str, config: StageConfig, sent: dict[str, list[Any]], root: str, project: str, **how: Any
 ) -> tuple[str, str, bool]:
-    """Run a stage in a worker process; return its artifact's kind and key, and True if it was reused."""
     importlib.import_module(module)
     stage, store = REGISTRY[name], Store.open(root, project)
     values = rank_jobs.from_json(stage, sent, store)

@@ -165,8 +165,7 @@ class StageRun:
         """Compute rows with `function(item, *args)` and partition them on disk by the column `by`. Finished jobs survive a crash.
 
         The function returns a table, an iterator of tables, or a tuple of either and a JSON value for `infos`. The leading bits of `by`
-        (uint64 or an id) determine the partition, or `by` is the partition number (int32).
-        """
+        (uint64 or an id) determine the partition, or `by` is the partition number (int32)."""
         call, runs = self._next("exchange"), level(partitions)
         exchange = gather(self._work.files, self._regroup(call, function, items, args, by, partitions, [runs]), partitions, by, runs)
         if runs.step == 1:

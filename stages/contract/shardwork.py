@@ -210,7 +210,6 @@ def scatter_rows(job: Scattering) -> tuple[Scattered, str]:
 
 
 def _tables(items: Iterator[Any], values: list[Any]) -> Iterator[pa.Table]:
-    """Yield the tables of an iterator; append its other items to `values`."""
     for one in items:
         if isinstance(one, pa.Table):
             yield one

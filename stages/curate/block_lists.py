@@ -25,8 +25,6 @@ SCHEMA = pa.schema([("kind", pa.string()), ("entry", pa.string()), ("rule", pa.s
 
 
 class BlockListsConfig(StageConfig):
-    """The categories of a UT1-style tree to read."""
-
     categories: tuple[str, ...] = Field((), description="Folders of a UT1-style tree to read (adult, phishing, …); empty: all folders")
 
 

@@ -26,8 +26,6 @@ DIGITS = 6
 
 
 class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
-    """Thresholds for labelling pages, and fastText's settings."""
-
     dimension: int = fasttext.DIMENSION(16)
     learning_rate: float = fasttext.LEARNING_RATE(0.5)
     epochs: int = fasttext.EPOCHS(15)

@@ -27,8 +27,6 @@ DROPPED = table_schema("dropped").schema
 
 
 class DecontaminateConfig(StageConfig):
-    """Settings of the search for prompts in documents."""
-
     n: int = Field(13, ge=2, le=50, description="Length of the compared n-grams, in words")
     min_characters: int = Field(25, ge=1, description="Minimum characters of a question of fewer than n words, which is matched as a whole")
     fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Share of a prompt's rarity-weighted n-grams from which a passage is a match")

@@ -31,8 +31,6 @@ SEEDS = Path(__file__).parent / "data" / "domains.txt"
 
 
 class TrainDomainsConfig(fasttext.ClassifierConfig):
-    """Thresholds for labelling by seed words, and fastText's settings."""
-
     dimension: int = fasttext.DIMENSION(16)
     learning_rate: float = fasttext.LEARNING_RATE(0.5)
     epochs: int = fasttext.EPOCHS(40)

@@ -28,8 +28,6 @@ PURPOSE = "encoder_quality"
 
 
 class TrainEncoderQualityConfig(SeededConfig):
-    """Settings of the labels of good documents, and of the training."""
-
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources whose documents are good, if no judgements are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither training examples nor scored")
     judgement: str = Field("judgement", min_length=1, description="Signal of `labels` that holds the judge's grade")

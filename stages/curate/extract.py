@@ -27,8 +27,6 @@ BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
 
 
 class ExtractConfig(StageConfig):
-    """Options and limits of text extraction."""
-
     headline: bool = Field(False, description="Keep the page's main heading (h1) in the text, not only in the title")
     code_and_maths: bool = Field(True, description="First convert markup of code and formulas: code tables to code blocks, MathML to TeX")
     strip_markdown: bool = Field(False, description="Remove Markdown marks (**bold**, # titles) that a page spells out as text")

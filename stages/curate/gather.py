@@ -18,8 +18,6 @@ from puna.storage.shards import count
 
 
 class GatherConfig(StageConfig):
-    """New names for the documents' sources."""
-
     sources: tuple[str, ...] = Field((), description="New source name for the documents of each input, in order; empty: keep the sources")
 
 

@@ -57,8 +57,6 @@ class InputColumns(StageConfig):
 
 
 class IngestConfig(StageConfig):
-    """Settings for reading inputs as pages."""
-
     format: Literal["auto", "warc", "files", "parquet", "jsonl", "csv", "tsv", "dataset"] = Field(
         "auto", description="Format of every input file; auto: detect it from the file's name and first bytes"
     )
@@ -180,7 +178,8 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
-    """Return sample pages from every input file except streamed data sets, read in about `seconds`, and roughly their share of all bytes."""
+    """Return sample pages from every input file except streamed data sets, read in about `seconds`, and roughly their share of all
+    bytes."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)

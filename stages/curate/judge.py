@@ -156,8 +156,6 @@ for _name, _meaning in (
 
 
 class JudgeConfig(SeededConfig):
-    """The question, the documents to grade, and the model's settings."""
-
     signal: Grade = Field("judgement", description="Signal to write, which selects the built-in prompt")
     question: Kind = Field("scale", description="scale: points from 0 to max_grade; yes_no: the probability of Yes rather than No, 0 to 1")
     prompt: str | None = Field(None, description="Your own prompt, with {text} as the placeholder for the page; null: the built-in prompt")

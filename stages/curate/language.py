@@ -34,8 +34,6 @@ MIN_PROGRAM_LINES = 5
 
 
 class LanguageConfig(StageConfig):
-    """The limit on the classified text, the sources of program text, and custom rows for the table of languages."""
-
     max_characters: int = Field(10_000, ge=100, le=10_000_000, description="Maximum characters read, in windows spread over longer texts")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text; its language is zxx (no linguistic content)")
     rows: tuple[LanguageRow, ...] = Field((), description="Custom rows for the table of languages, or the path of a tab-separated file")

@@ -28,8 +28,6 @@ EXAMPLES = 50
 
 
 class LineDedupConfig(StageConfig):
-    """Limits on how often a line may occur, and what to do with lines that occur more often."""
-
     unit: Literal["line", "paragraph"] = Field("line", description="Unit of comparison: lines, or paragraphs separated by empty lines")
     bucket_documents: int = Field(30_000_000, ge=1, description="Documents per bucket, in id order; occurrences are counted per bucket")
     max_per_million: float = Field(0.2, ge=0, description="Maximum number of occurrences of a line, per million documents; Llama 3: 0.2")
@@ -165,7 +163,6 @@ def _remove(
 
 
 def _code(data: NDArray[np.uint8], begin: NDArray[np.int64], end: NDArray[np.int64], hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return a mask of the pieces that look like code, examining each distinct piece once."""
     _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
     seen = np.array([looks_like_code(bytes(data[begin[at] : end[at]]).decode().strip()) for at in first.tolist()], np.bool_)
     return seen[which]

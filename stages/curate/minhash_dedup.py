@@ -109,7 +109,6 @@ def _components(edges: Partition, starts: NDArray[np.int64]) -> pa.Table:
 def _gather(
     run: StageRun, documents: Artifact, parts: list[Part], members: Exchange, signals: Artifact | None, config: MinhashDedupConfig
 ) -> Exchange:
-    """Return the candidates, partitioned by component, with the columns that the decisions need."""
     each = SHINGLE_BYTES * 8 * documents.record().characters // max(1, documents.rows()) // 6 + 8 * config.bands * config.rows
     items = [(part.of(COLUMNS), own) for part, own in zip(parts, members.parts, strict=False) if own.runs]
     return run.exchange(_candidates, items, signals, config, by="hash", partitions=partitions(members.rows * each))

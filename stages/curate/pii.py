@@ -21,8 +21,6 @@ ALL: tuple[Entity, ...] = ("email", "iban", "card", "ssn", "ip_address", "addres
 
 
 class PiiConfig(StageConfig):
-    """The kinds of personal data to mask, the counts that drop a document, and the maximum size of a document."""
-
     entities: tuple[Entity, ...] = Field(ALL, description="Kinds of personal data to mask")
     drop: dict[Entity, PositiveInt] = Field(default_factory=dict, description="Kind → number of pieces that drops a document: {ssn: 1}")
     code_sources: tuple[str, ...] = Field(("code",), description="Sources of program text, in which numbers are rarely personal")
@@ -50,7 +48,6 @@ def _mask(documents: pa.Table, config: PiiConfig) -> dict[str, pa.Table]:
     clean: list[str] = []
     scores: list[dict[str, Any]] = []
     dropped: list[dict[str, Any]] = []
-    # Texts that cannot contain personal data are not searched.
     possible = seen & np.where(in_code, needed_hints(searched_in_code), needed_hints(searched)) != 0
     for row in np.flatnonzero(possible | (sizes > config.max_text_bytes)).tolist():
         identity = ids[row].as_py()

@@ -24,8 +24,6 @@ GOOD, OTHER = "good", "other"
 
 
 class QualityConfig(StageConfig):
-    """The class whose probability is the quality."""
-
     positive: str = Field(GOOD, min_length=1, description="Class of the input `classifier` whose probability is the quality")
 
 

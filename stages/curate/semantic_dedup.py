@@ -20,8 +20,6 @@ JOB_ROWS = 1 << 17  # documents per job, fixed because sums of vectors must not 
 
 
 class SemanticDedupConfig(SeededConfig):
-    """Settings of the document vectors, the clusters, and the removal of similar documents."""
-
     threshold: float = Field(0.95, gt=0, le=1, description="Minimum cosine similarity between a removed and a kept document")
     dimensions: Literal[128, 256, 512, 1024] = Field(512, description="Number of dimensions that TF-IDF vectors are projected to")
     buckets: Literal[65_536, 1_048_576, 16_777_216] = Field(1_048_576, description="Number of hash buckets for the TF-IDF vocabulary")

@@ -23,8 +23,6 @@ WINDOW_BYTES = 4  # approximate bytes per character of text: each word has the h
 
 
 class SubstringDedupConfig(StageConfig):
-    """Minimum lengths, in words, of a removed passage and of what remains of its document; the exempt sources."""
-
     words: int = Field(50, ge=2, le=10_000, description="Minimum length of a repeated passage to remove, in words")
     min_words: int = Field(20, ge=0, description="Minimum words left in a document that loses a passage; otherwise it is dropped")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither searched nor changed")

@@ -23,8 +23,6 @@ declare_signal("classifier_score", float, "probability", "probability of that cl
 
 
 class TrainClassifierConfig(ClassifierConfig):
-    """The classifier's purpose and labels, and fastText's settings."""
-
     purpose: Purpose = Field("quality", description=PURPOSE)
     positive_sources: tuple[str, ...] = Field(("wikipedia",), description="Sources of the class `good`, if no `labels` are given")
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are neither training examples nor scored")
@@ -82,8 +80,6 @@ def _labels(documents: pa.Table, labels: Artifact | None, config: TrainClassifie
 
 
 class ImportClassifierConfig(StageConfig):
-    """The purpose of the imported model, sources that are not scored, and how texts are prepared for the model."""
-
     purpose: Purpose = Field("quality", description=PURPOSE)
     exempt_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are not scored")
     max_characters: int = Field(10_000, ge=1, description="Maximum number of characters per document that the model reads")

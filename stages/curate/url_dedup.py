@@ -17,8 +17,6 @@ ROW_BYTES = 150  # approximate bytes per row: a URL, an id and a time
 
 
 class UrlDedupConfig(StageConfig):
-    """Settings of the comparison of URLs."""
-
     normalize: bool = Field(True, description="Ignore scheme, www, tracking parameters and similar differences between URLs")
 
 
@@ -41,7 +39,6 @@ def _addresses(part: Part, config: UrlDedupConfig) -> pa.Table:
 
 def _older(addresses: Partition) -> pa.Table:
     rows = addresses.read()
-    # newest first for each URL; the id breaks ties
     rows = rows.sort_by([("address", "ascending"), ("fetched_at", "descending"), ("id", "ascending")])
     address, ids, fetched = (rows.column(name).to_pylist() for name in ("address", "id", "fetched_at"))
     results, survivor = [], 0

@@ -31,8 +31,6 @@ LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.t
 
 
 class UrlFilterConfig(StageConfig):
-    """The lists and rules that drop documents, and exceptions from them."""
-
     adult: bool = Field(True, description="Drop sites in the list of sexual content")
     personal: bool = Field(True, description="Drop sites in the list of people-search sites and other pages full of personal data")
     harmful: bool = Field(True, description="Drop sites in the list of hate, extremism and gore")

@@ -41,8 +41,6 @@ RESULTS = "results.json"  # file of an evaluation with its results in lm-evaluat
 
 
 class BenchmarkConfig(SeededConfig):
-    """Settings of questions, answers and scores."""
-
     limit: int | None = Field(None, ge=1, description="Maximum number of questions per task, taken from the beginning; null: all")
     shots: int | None = Field(None, ge=0, le=1000, description="Number of few-shot examples per question; null: the task file's")
     prompts: PromptFormat = Field("plain", description="plain: unchanged text, for base models; chat: one message of the chat template")
@@ -67,7 +65,8 @@ class BenchmarkConfig(SeededConfig):
 
 @dataclass
 class Result:
-    """Measurements on a task's questions `ids`. `about`: version, content, shots, format. `settings`: the task file's. `seconds`: CPU."""
+    """Measurements on a task's questions `ids`. `about`: version, content, shots, format. `settings`: the task file's content. `seconds`:
+    CPU time."""
 
     name: str
     about: dict[str, Any]
@@ -113,8 +112,7 @@ def benchmark(
 
     `task_scores` has each metric with version, shots, format, seed and cost, and for multiple choice the expected calibration error. With
     `overlaps`, from `contamination` of these tasks, it also has the share of contaminated questions, and the metric without them. `scores`
-    has the scores of each question, for comparing models. results.json has the results in the harness's format.
-    """
+    has the scores of each question, for comparing models. results.json has the results in the harness's format."""
     loaded = [load_task(one, file, spec, config.limit, config.shots) for one in tasks or () for file, spec in task_files(one)]
     if prompts and config.shots:
         raise PunaError(f"benchmark: {prompts[0].id} has no few-shot examples; leave shots out, or give a task file")
@@ -137,7 +135,8 @@ def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> 
 
 
 def room_of(how: Generation, longest: int, where: str) -> int:
-    """Return a question's number of tokens in a context of `longest` tokens. PunaError (`where`) if max_gen_toks fills the context."""
+    """Return the number of tokens left for a question in a context of `longest` tokens. Raise a PunaError that begins with `where` if there
+    are none."""
     if (room := longest - how.max_gen_toks) < 1:
         raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in a context of {longest} tokens")
     return room
@@ -152,7 +151,7 @@ def check_names(tasks: Sequence[Task]) -> None:
 
 
 def prompt_tasks(prompts: Artifact, longest: int, limit: int | None = None) -> list[Task]:
-    """Return an artifact's held-out prompts as tasks by name, each with its first `limit` prompts by id. `longest`: answer tokens."""
+    """Return an artifact's held-out prompts as tasks, each with its first `limit` prompts by id. `longest`: maximum tokens of an answer."""
     tasks = []
     for name, rows in sorted(heldout_prompts(prompts).items()):
         rows = sorted(rows, key=lambda row: str(row["id"]))[:limit]
@@ -302,7 +301,8 @@ class Bench:
     def _verify(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
-        """Return the verifier's score and detail of each answer: 0 if it was truncated or cannot be scored; a metric counts the latter."""
+        """Return the verifier's score and detail of each answer. Truncated answers score 0, and so do unscored ones, which a metric
+        counts."""
         pairs = [(row, text) for row, several in zip(task.prompt_rows(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]

@@ -25,7 +25,7 @@ Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]
 @dataclass(frozen=True)
 class Difference:
     """The difference between two models in a metric, `other` minus `one`, over the `n` questions that both answered. `p`: two-sided p-value
-    of Student's t (of the sign test if all questions differ equally); `holm`: `p` after Holm's correction (1979) for the number of rows.
+    of Student's t (of the sign test if all differences are equal); `holm`: `p` after Holm's correction (1979) for the number of rows.
     Perplexities are compared by their logarithms."""
 
     task: str
@@ -39,7 +39,8 @@ class Difference:
 
 
 def evaluations_of(artifact: Artifact, artifacts: Iterable[Artifact]) -> list[Artifact]:
-    """Return a model's benchmark evaluations in `artifacts`, newest first, or `artifact` itself if it is one. Raise PunaError if none."""
+    """Return a model's benchmark evaluations in `artifacts`, newest first; if `artifact` is itself an evaluation, only that. Raise
+    PunaError if there is none."""
     if artifact.kind == "evaluation" and TABLE in artifact.tables:
         return [artifact]
     if artifact.kind != "model":
@@ -59,7 +60,7 @@ def main_metric(metrics: Iterable[str]) -> str:
 
 
 def differences(one: Measured, other: Measured, every: bool = False) -> tuple[list[Difference], list[str]]:
-    """Return the differences of two models in their main metrics (`every`: all metrics), and remarks on tasks that cannot be compared."""
+    """Return the differences of two models in their main metrics (`every`: all metrics), and remarks on tasks that are not comparable."""
     rows: list[Difference] = []
     remarks: list[str] = []
     tasks = sorted(one.keys() & other.keys())

@@ -78,8 +78,6 @@ class AnswersConfig(TurnsConfig):
 
 
 class EvaluateConfig(BadRowsConfig, SeededConfig):
-    """Settings of the evaluation on pages and on prompts."""
-
     pages: PagesConfig = Field(PagesConfig(), description="Bits per byte and multiple choice on held-out pages")
     answers: AnswersConfig = Field(AnswersConfig(), description="Answers to held-out prompts")
     context: int | None = Field(None, ge=2, description="Maximum context for pages, in tokens; null: the model's own")
@@ -108,17 +106,16 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Evaluate a model on pages and prompts that it was not trained on, with 95 % intervals.
 
-    Pages are the mixture's held-out split; without a mixture, all documents. They give bits per byte, including each page's end token, and
-    baselines fitted to the model's training tokens (see `baseline_tokens`): token n-grams, without and with counts of the page's earlier
-    tokens, and zstd with the training text as dictionary. They also give multiple choice between the continuations of several pages.
+    Pages are the mixture's held-out split; without a mixture, all documents. Measured on pages: bits per byte, including each page's end
+    token; baselines fitted to the model's training tokens (see `baseline_tokens`), namely token n-grams, without and with counts of the
+    page's earlier tokens, and zstd with the training text as dictionary; and multiple choice between continuations of several pages.
 
     Prompts are answered in the chat format and scored by their verifiers. `judges`: models that a verifier may refer to. A prompt is solved
     by an answer with score 1 that was not truncated (`cut_off_right`: number of right but truncated answers). If a verifier fails on an
-    answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects, or that fill
-    the model's context (without `serving.window`), are in `dropped`; see `bad_rows`. `variety` shows whether answers follow one template:
-    the mean share of an answer's three-word runs that no other answer has, without the words of its question. `answer_tokens` includes
-    answers that a search did not choose. `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to taste, else 0).
-    """
+    answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects, or that fill the
+    model's context (without `serving.window`), are in `dropped`; see `bad_rows`. `variety`, low if answers follow one template, is the mean
+    share of an answer's three-word runs that no other answer has, without the words of its question. `answer_tokens` includes answers that
+    a search did not choose. `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to taste, else 0)."""
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts; give at least one of them")
     if mixture is not None and documents is None:
@@ -255,7 +252,8 @@ def _answers(
     prompts: Artifact, judges: Sequence[Artifact], engine: AnswerEngine, tokenizer: Tokenizer, context: int, config: EvaluateConfig,
     run: StageRun, alone: bool,
 ) -> None:  # fmt: skip
-    """Write answers and scores. If no prompt fits the context, write none; if prompts are all there is (`alone`), raise PunaError."""
+    """Write answers and scores; none if no prompt fits the context. `alone`: raise PunaError in this case, since nothing else is
+    evaluated."""
     from puna.models.generation import SamplingParams
 
     own = config.answers
@@ -364,8 +362,7 @@ def variety(asked: Sequence[tuple[str, str]]) -> list[float]:
     """Return, for each (question, answer), the share of the answer's three-word runs that no other answer has, 0 to 1.
 
     The words of an answer's own question are ignored, so that a template in which only these words change gives 0 (cf. distinct-n, Li et
-    al. 2016). An answer's beginning and end count as words. Shares depend on the number of answers, so compare only equal numbers.
-    """
+    al. 2016). An answer's beginning and end count as words. Shares are comparable only between equal numbers of answers."""
     runs = [_runs(question, answer) for question, answer in asked]
     having = Counter(run for one in runs for run in one)
     return [sum(having[run] == 1 for run in one) / len(one) for one in runs]

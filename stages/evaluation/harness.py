@@ -29,8 +29,6 @@ MISSING = "lm-evaluation-harness is not installed: pip install 'puna[harness]', 
 
 
 class HarnessConfig(BenchmarkConfig):
-    """Settings of a benchmark that lm-evaluation-harness itself runs."""
-
     names: tuple[str, ...] = Field((), description="Names of the harness's own tasks, whose data come from the Hugging Face hub")
 
 
@@ -46,8 +44,7 @@ def harness(model: Model, tasks: list[External] | None, overlaps: Evaluation | N
     """Evaluate a model with lm-evaluation-harness, on task files over local data or on the harness's own tasks by name.
 
     The harness makes prompts, filters and metrics; Puna's engine computes likelihoods and answers, and computes common prefixes only once.
-    The tables are those of `benchmark`, which gives equal numbers for task files that both can read. A task's `verifier` is not run.
-    """
+    The tables are those of `benchmark`, which gives equal numbers for task files that both can read. A task's `verifier` is not run."""
     if problems := needs(config, Facts({}, None)):
         raise PunaError(f"harness: {'; '.join(problems)}")
     from lm_eval import simple_evaluate

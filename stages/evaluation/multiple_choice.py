@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes: int, max_bytes: int, run: StageRun) -> list[Chosen]:
-    """Return held-out pages (without a mixture: any) up to `max_page_bytes`, `max_bytes` in all, by hash. Raise PunaError if none."""
+    """Return held-out pages (without a mixture: any) of at most `max_page_bytes`, in hash order, up to `max_bytes` in total. Raise
+    PunaError if there are none."""
     check_mixture(run, documents, mixture)
     parts = run.parts(documents, columns=["id", "text"])
     rows = run.map(_rank, parts, mixture, "heldout", run.seed("pages"), max_page_bytes, max_bytes)
@@ -37,9 +38,8 @@ def heldout_pages(documents: Artifact, mixture: Artifact | None, max_page_bytes:
 def training_text(
     model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, context: int, most_tokens: int, run: StageRun
 ) -> list[list[int]]:
-    """Return tokens of training documents, at most as many as the model was trained on; [] without a mixture, or if that number is unknown
-    or above `most_tokens`. A larger corpus is sampled in pieces of `context` tokens in hash order, since whole pages would cover fewer of
-    its n-grams."""
+    """Return tokens of training documents, as many as the model was trained on; [] without a mixture, or if that number is unknown or above
+    `most_tokens`. A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover fewer of its n-grams."""
     trained = model.manifest.metrics.get("trained_tokens")
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
         return []
@@ -70,7 +70,7 @@ WORD = re.compile(rf"\s*(?:[{HAN_AND_KANA}]{{1,2}}|[{SOUTH_EAST_ASIAN}]{{1,4}}|[
 
 def words(text: str, most: int | None = None) -> list[str]:
     """Return the first `most` words, each with the white space before it. In scripts without spaces, a word is a few letters."""
-    # White space that no word follows would be searched once for each of its characters.
+    # Without this, the search would take quadratic time in white space that no word follows.
     return [match.group() for match in islice(WORD.finditer(text.rstrip()), most)]
 
 
@@ -92,8 +92,8 @@ def build(
     """Return at most `items` questions from documents (id, category, text). The order of the documents does not matter.
 
     A page gives a question if it has prompt_words + option_words words, its continuation `fits` the context, and other pages give enough
-    distinct wrong options. These are the same word range of other pages, preferably of its category, so length and position do not reveal
-    the answer, and topic seldom does."""
+    distinct wrong options. Wrong options are the same range of words in other pages, preferably of the page's category, so length and
+    position do not reveal the answer, and topic seldom does."""
     stretches = []
     for id_, category, text in documents:
         stretch = words(text, prompt_words + option_words)

@@ -46,8 +46,6 @@ class NeedleSettings(StageConfig):
 
 
 class NeedleConfig(NeedleSettings, SeededConfig):
-    """Settings of the needle-in-a-haystack evaluation."""
-
     lengths: tuple[int, ...] = Field((), description="Lengths of the texts, in tokens; empty: the model's longest context")
     max_bytes: int = Field(4_000_000, ge=1000, description="Maximum held-out text to hide passages in, in bytes; short text is repeated")
     micro_batch_tokens: int = Field(8192, ge=16, description="Maximum tokens per forward pass; a longer text gets its own pass")
@@ -65,7 +63,8 @@ def noise_of(texts: Sequence[str], tokenizer: Tokenizer, settings: NeedleSetting
 
 
 def texts(noise: Ids, tokenizer: Tokenizer, length: int, depth: float, settings: NeedleSettings, seed: int) -> Iterator[tuple[Ids, Ids]]:
-    """Yield each trial's prompt and answer ids, `length` tokens, with the passage at `depth` of the noise. PunaError if too short."""
+    """Yield each trial's prompt and answer ids, `length` tokens together, with the passage at `depth` (0 to 1) of the noise. Raise
+    PunaError if `length` is too short."""
     head, tail = settings.passage.split("{value}")
     question = head.rstrip(" ")
     space = head[len(question) :]

@@ -33,7 +33,7 @@ OVERLAP = "overlap"
 
 @dataclass
 class Column:
-    """A metric of a task with one value per document. `weights`: numbers of words or bytes that perplexities divide the values (nats) by.
+    """A metric of a task with one value per document. `weights`: numbers of words or bytes, by which perplexities divide the values (nats).
     `given`: the metric itself if documents have no values. `confidences`: probabilities of the chosen options."""
 
     metric: str
@@ -67,13 +67,14 @@ class Column:
 
 
 def has_letters(task: Task) -> bool:
-    """True if a task's options cannot be asked by letter: they are letters already, or are beginnings of one ending."""
+    """True if options by letter do not suit a task: its options are letters already, or are beginnings of one ending."""
     letters = set(LETTERS)
     return any(isinstance(one.text, int) or letters.issuperset(one.choices) for one in task.documents)
 
 
 def with_letters(text: str, choices: Sequence[str]) -> str:
-    """Return a question with lettered options before its last line if that ends in a colon, else a new one. Raise PunaError if too many."""
+    """Return a question with lettered options, before its last line if that ends in a colon, else before a new last line. Raise PunaError
+    for more options than letters."""
     if len(choices) > len(LETTERS):
         raise PunaError(f"a question has {len(choices)} options, but there are not as many letters")
     lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))

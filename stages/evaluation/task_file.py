@@ -219,7 +219,7 @@ def task_files(external: External) -> Iterator[tuple[ExternalFile, TaskFile]]:
             with closing(file.open()) as handle:
                 yield file, read_task(handle.read(FILE_BYTES + 1), file.location)
     if not found:
-        raise PunaError(f"{external.uri}: there is no task file (.yaml)")
+        raise PunaError(f"{external.uri}: there is no task file (.yaml); give a task file, or a folder with one")
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return a document's few-shot examples, without rows equal to it if they are from data files. Raise PunaError if too few."""
+        """Return a document's few-shot examples, those of data files without rows equal to it. Raise PunaError if there are too few."""
         given = (self.file.fewshot_config.split or self.file.fewshot_split) is None
         pool = [shot for shot in self.shots if given or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:

@@ -40,7 +40,8 @@ def run_filter(answers: Sequence[Sequence[str]], steps: Sequence[Mapping[str, An
 
 
 def matching(pairs: Sequence[tuple[str, str]], settings: Mapping[str, Any], where: str) -> list[bool]:
-    """Return per pair whether answer and expected text match by exact_match with these settings. Raise PunaError (`where`) on failure."""
+    """Return True per pair of answer and expected text that match by exact_match with these settings. Raise a PunaError that begins with
+    `where` on failure."""
     return _ask("match", list(pairs), where, dict(settings))
 
 

@@ -54,8 +54,7 @@ class PartExecutor(Executor):
 
     A subclass defines `slots` and `_begin`, which sends a part and calls `_deliver`, `_retry` or `_fail` once, from any thread.
     `cpu_seconds` is the sum over all parts, `resident_bytes` the memory of the largest worker. `below`: the workers are child processes of
-    this one, not members of a cluster.
-    """
+    this one, not members of a cluster."""
 
     below = True
 

@@ -37,8 +37,6 @@ ARMS = ("set", "shuffled")
 
 
 class AnnealExperimentConfig(SeededConfig):
-    """Settings of annealing with and without each data set, and of the verdict."""
-
     sets: tuple[str, ...] = Field((), description="Categories of the mixture to test as data sets; empty: all")
     categories: int = Field(8, ge=1, description="Maximum number of data sets: the mixture's largest categories, and all others as one")
     share: float = Field(0.3, gt=0, le=1, description="Share of rows from the data set during annealing (0 to 1)")
@@ -84,7 +82,7 @@ class AnnealExperimentConfig(SeededConfig):
 
 
 def needs(config: AnnealExperimentConfig, facts: Facts) -> list[str]:
-    """Return messages if no token separates documents, or if memory does not suffice."""
+    """Return messages if the tokenizer has no token to separate documents, or if there is too little memory."""
     return [*documents_apart(facts, "model"), *needs_of.training_memory(facts, "model", config.optimizer)]
 
 
@@ -101,8 +99,7 @@ def anneal_experiment(
     loss on held-out documents of the set. A set is accepted if its gain over both controls exceeds `least_gain`, by the intervals of paired
     runs, and if it raises the loss on default text by at most `most_default_rise` more than its shuffled words do. Duplicate documents
     count once. A set that is mostly duplicates, or that would be read too often, is refused before any training. With a mixture, the table
-    `weights` is the annealing mix, for `mix`: accepted sets divide `share` by their bytes; the rest is weighted as in the mixture.
-    """
+    `weights` is the annealing mix, for `mix`: accepted sets divide `share` by their bytes; the rest is weighted as in the mixture."""
     source = tokenizer or model
     if source is None:
         raise PunaError("anneal_experiment starts from a model, or trains one with a tokenizer; give exactly one of the two")
@@ -166,7 +163,7 @@ def _base(tokens: Artifact, source: Artifact, model: Artifact | None, sets: Pool
 
 
 def _too_small(read: float, different: float, config: AnnealExperimentConfig) -> str:
-    """Return why to refuse a data set before any training, or "". `read`: passes over distinct documents; `different`: their share."""
+    """Return a reason to refuse a data set before any training, or "". `read`: passes over distinct documents; `different`: their share."""
     if read > config.max_repeats:
         return f"its different documents would be read {read:.3g} times, more than max_repeats"
     return "" if different >= config.least_different else f"{different:.0%} of its documents are different, less than least_different"

@@ -70,8 +70,7 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     Shapes come from the ladder's family (`model`: only this one), with as many tokens as the budget allows; the one with the lowest loss by
     the scaling law is chosen. The interval covers the bootstrap's interval, the forecast without the lowest budget, and the error of
     forecasts of known budgets, which grows with the distance from the ladder's largest run. `recipe.yaml` has shape, tokens, batch size,
-    learning rate and optimizer; `pretrain` takes them from the input `size`, or from a recipe.
-    """
+    learning rate and optimizer; `pretrain` takes them from the input `size`, or from a recipe."""
     rows = read_points([law], config, run)
     forecaster = forecaster_of(rows, config, run)
     sizes = _sizes(config, rows)

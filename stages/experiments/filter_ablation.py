@@ -24,8 +24,6 @@ from puna.storage import PunaError
 
 
 class FilterAblationConfig(SeededConfig):
-    """Settings of the small runs, and the share of a rule's documents in them."""
-
     rules: int = Field(8, ge=1, le=100, description="Number of rules to measure: those that drop the most text, and all others as one")
     share: float = Field(
         0.3, gt=0, le=1, description="Share of rows from a rule's documents; higher than the real share, so that few tokens show an effect"
@@ -56,8 +54,7 @@ def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokeni
     `documents` is the selection's input, `selected` its output. One small model is trained only on kept documents. Another is trained from
     the same initial weights on the same number of tokens, a share of them from documents that the rule dropped. The excess loss of the
     second model is the rule's gain at that share; a negative excess is a cost. A document counts for the first rule that dropped it. A rule
-    is not measured if its documents would be read more than `max_readings` times.
-    """
+    is not measured if its documents would be read more than `max_readings` times."""
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(tokens_needed, config.heldout_tokens, config.sequence_length, config.document_tokens)
@@ -77,7 +74,6 @@ def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokeni
     jobs = [(job, arm, kept_group, f"{names[arm]} {repeat}", run.seed("weights", repeat)) for job, (arm, repeat) in enumerate(runs)]
     trials = list(run_trials(run, _trial, jobs, pools, vocabulary.vocab_size, vocabulary.begin))
     run.write_rows(trials, "trials")
-    # Convert nats per token to bits per byte of the measured text.
     size = sum(len(vocabulary.decode(piece.tolist(), skip_special_tokens=True).encode()) for piece in text.heldout[kept_group])
     bits = sum(len(piece) - 1 for piece in text.heldout[kept_group]) / size / math.log(2)
     losses = {(names[arm], repeat): bits * trial["loss"] for (arm, repeat), trial in zip(runs, trials, strict=True)}

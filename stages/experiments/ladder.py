@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 FEWEST_STEPS = 400
-"""Minimum steps of a run. In a shorter run, warm-up and few updates dominate the loss, which then says nothing about longer runs."""
+"""Minimum steps of a run. In a shorter run, warm-up and few updates dominate the loss, which then does not predict longer runs."""
 PROMPT_TOKENS, OPTION_TOKENS, PARTS = 32, 12, 4
 """Number of tokens in a question's prompt, of tokens in an option, and of parts of an option; a wrong option has two parts swapped."""
 
@@ -39,8 +39,6 @@ Question = tuple[list[int], list[list[int]]]  # token ids of the prompt and of t
 
 
 class LadderConfig(SeededConfig):
-    """Settings of the ladder: shapes, token counts, and tuning."""
-
     model: ModelShape = Field(SHAPE, description="Shape of the largest model that the scaling law should predict, as in pretrain")
     widths: tuple[int, ...] = Field((32, 48, 64, 80, 96), min_length=3, description="Widths of the small models; other dimensions follow")
     tokens_per_parameter: float = Field(20.0, gt=0, le=10_000, description="Tokens per parameter, output layer included, at multiple 1")
@@ -91,8 +89,7 @@ def ladder(tokens: Tokens, tokenizer: Tokenizer, heldout: list[Tokens] | None, c
     decays to 0, which gives a point. Batch size and learning rate are tuned first, at two model sizes and the middle multiple, since the
     best rate of short runs is too high for long runs. Other shapes follow the power law through the two optima. A shape whose first point
     has fewer than 400 steps is an error. The loss is measured on documents held out as in pretrain, and on the `heldout` sets. Runs share
-    the CPU's cores. If the largest model is too large for a core and there is a GPU, the runs use the GPU one after another.
-    """
+    the CPU's cores. If the largest model is too large for a core and there is a GPU, the runs use the GPU one after another."""
     import torch
 
     for artifact in (tokens, *(heldout or ())):
@@ -169,10 +166,10 @@ def _try(name: str, *arguments: Any) -> dict[str, Any]:
 
 
 def _lowest(values: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the value with the lowest loss, or the minimum of the parabola through it and both its neighbours in log(value), if these are
-    finite. Raise PunaError if every loss is infinite."""
+    """Return the minimum of the parabola in log(value) through the point with the lowest loss and its neighbours, if their losses are
+    finite; else that point's value. Raise PunaError if every loss is infinite."""
     if losses[best := int(np.argmin(losses))] == math.inf:
-        raise PunaError(f"ladder: the training diverges at every one of rates={values}; give lower ones")
+        raise PunaError(f"ladder: training diverges at each of rates={values}; give lower rates")
     around = slice(best - 1, best + 2)
     if not 0 < best < len(values) - 1 or not np.isfinite(losses[around]).all():
         return values[best]
@@ -239,7 +236,7 @@ def _decay(
     branch.load_state_dict(trunk.state_dict())
     schedule = ScheduleSettings(learning_rate=rung.rate, warmup_steps=0, shape="linear")
     flops += _train(branch, reader, first, last, schedule, rung, seed, config, state, moments)
-    # Measure the loss in the precision of training, as pretrain does.
+    # As in pretrain, the loss is measured in the precision of training.
     with computing_in(branch, config.compute.precision_on(next(branch.parameters()).device.type)):
         losses = {name: mean_loss(branch, pieces, size) for name, pieces in sets.items()}
         task_loss, accuracy = _answer(branch, questions, size)

@@ -18,8 +18,6 @@ from puna.storage import Artifact, PunaError
 
 
 class LawConfig(SeededConfig):
-    """Settings of a scaling law: the loss that it predicts, and the bootstrap for its intervals."""
-
     heldout: str = Field("validation", description="Held-out text whose loss is predicted: validation, or the id of a `heldout` artifact")
     draws: int = Field(200, ge=100, le=100_000, description="Number of bootstrap draws for an interval")
 
@@ -31,8 +29,7 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     Two surfaces are fitted to all points, and the one with the better fit is used: E + A / N^a + B / D^b, or one where the scarcer of
     parameters and tokens limits the loss (Kaplan et al. 2020). For a budget with at least three shapes, an IsoFLOP parabola gives the best
     number of parameters. The loss of the questions' right options has its own surface; accuracy is a sigmoid of that loss. To test the
-    method, known budgets are forecast from the points of lower budgets. Several ladders are fitted together.
-    """
+    method, known budgets are forecast from the points of lower budgets. Several ladders are fitted together."""
     rows = read_points(ladders, config, run)
     run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
     forecaster = forecaster_of(rows, config, run)
@@ -51,8 +48,8 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
 
 
 def read_points(artifacts: Sequence[Artifact], config: LawConfig, run: StageRun) -> list[dict[str, Any]]:
-    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if an artifact has none, or if they are too few,
-    or of models of different sparsity."""
+    """Return the points of ladders, or of a law, on the held-out text. Raise PunaError if an artifact has no points, or if they are too few
+    or from models of different sparsity."""
     for artifact in artifacts:
         if "points" not in artifact.tables:
             raise PunaError(f"{artifact.id} has no table `points`; give an artifact of the stage ladder, not of {artifact.manifest.stage}")

@@ -30,8 +30,6 @@ PROXY = SHAPE.replace(
 
 
 class MixExperimentConfig(SeededConfig):
-    """Settings of the proxy runs, and bounds on the mixture."""
-
     categories: int = Field(4, ge=2, le=12, description="Number of categories: the largest ones, and all others together as one")
     trials: int = Field(12, ge=4, le=500, description="Number of trial mixtures; at least two more than categories")
     min_share: float = Field(0.05, ge=0, lt=0.5, description="Minimum share of a category, in trials and in the recommendation (0 to 1)")
@@ -77,8 +75,7 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     mixture. Both mixtures are then compared in training runs with `repeats` seeds. The table `weights` has the recommended shares if the 95
     % interval of the gain (Student's t over the seeds) is above 0, else the natural shares; see the metric `mixture_used`.
 
-    Losses are measured on training documents of the split that no proxy reads; the split's held-out documents are not used.
-    """
+    Losses are measured on training documents of the split that no proxy reads; the split's held-out documents are not used."""
     check_mixture(run, documents, split)
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
@@ -86,7 +83,6 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     groups = grouped_documents(documents, split, config.categories, sizes, run)
     run.metric("categories", len(groups))
     if len(groups) == 1:
-        # The only possible mixture.
         run.write_rows([evaluation_row(name, "weight", 1.0, groups[0].amount.documents) for name in groups[0].members])
         run.write_rows([{"category": name, "weight": 1.0} for name in groups[0].members], "weights")
         return
@@ -127,7 +123,6 @@ def _recommend(
         losses = np.stack([surrogate(mixtures) for surrogate in fitted], 1) @ target
         return np.asarray(losses + config.divergence_weight * mixing_laws.divergence(mixtures, natural))
 
-    # The natural mixture may always be recommended.
     high = np.maximum(np.minimum(config.max_share, config.max_repeats * natural), natural)
     return mixing_laws.best_mixture(value, np.minimum(config.min_share, natural), high, np.concatenate([natural[None], shares]))
 

@@ -1,4 +1,4 @@
-"""`phase_gains`: what each phase of pretraining earns, compared with control runs without it."""
+"""`phase_gains`: the gain from each phase of pretraining, measured against control runs without it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ MICRO_BATCH = 8192
 
 
 class PhaseGainsConfig(SeededConfig):
-    """Settings of the comparison of a model with its controls."""
-
     max_bytes: int = Field(300_000, ge=1000, description="Maximum held-out text to score, bytes; pages are chosen by a hash of their ids")
     max_page_bytes: int = Field(100_000, ge=100, description="Maximum size of a page, in bytes; longer pages are left out")
 
@@ -35,8 +33,7 @@ def phase_gains(
     `short_rows` was trained, and is measured, in rows of the first context; `natural` was annealed on other data than the mixture `best`;
     `constant` was not annealed; `fresh` started each phase with new optimizer state. The gain is the control's loss minus the model's, in
     nats per token of the same documents, with a paired interval; `gain_start` and `gain_beyond` are gains on the tokens in the first
-    context and after it. `gain_best` weights categories as `best` does. `token_ratio`: the control's training tokens over the model's.
-    """
+    context and after it. `gain_best` weights categories as `best` does. `token_ratio`: the control's training tokens over the model's."""
     given = {"short_rows": short_rows, "natural": natural, "constant": constant, "fresh": fresh}
     controls = {name: control for name, control in given.items() if control is not None}
     if not controls:

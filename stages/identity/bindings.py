@@ -25,8 +25,7 @@ class Module:
     symbols   name → the statements that bind or change it
     imports   name → its possible first-party targets, in the order of the statements
     foreign   name → the target of an unconditional import that is not first-party
-    numerics  name → version of a tensor operation's numerical results, as the module's `NUMERICS` declares it
-    """
+    numerics  name → version of a tensor operation's numerical results, as the module's `NUMERICS` declares it"""
 
     name: str
     file: Path

@@ -91,8 +91,7 @@ class Followed:
         """Return one hash of all reached statements and of the symbols that their names refer to.
 
         Symbols are told apart like the states of a minimal automaton (Hopcroft 1971, as colour refinement): a symbol's first colour is its
-        text; each round adds the colours of the symbols that it uses, in order, until no colour splits. Module names do not count.
-        """
+        text; each round adds the colours of the symbols that it uses, in order, until no colour splits. Module names do not count."""
         edges = {
             name: [end for use in (*symbol.uses, *load(name[0]).imports.get(name[1], [])) for end in self._ends(use)]
             for name, symbol in self.symbols.items()

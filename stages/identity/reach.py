@@ -29,8 +29,7 @@ class Reach:
     sources    source file → digest
     data       (name in a key, data file) for each opened data file
     libraries  top-level modules of libraries
-    meaning    one hash of the symbols and their uses, without module names
-    """
+    meaning    one hash of the symbols and their uses, without module names"""
 
     symbols: dict[str, str]
     sources: dict[str, str]

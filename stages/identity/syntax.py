@@ -49,8 +49,7 @@ def text(node: Any, reference: Callable[[ast.AST], str | None] = lambda node: No
 
     Args:
         node: a tree, a list of trees, or the value of a field.
-        reference: called with each tree, outer ones first. A string replaces the tree's text; "" drops the tree from its list.
-    """
+        reference: called with each tree, outer ones first. A string replaces the tree's text; "" drops the tree from its list."""
     if isinstance(node, list):
         return "[" + ",".join(part for item in node if (part := text(item, reference))) + "]"
     if isinstance(node, ast.Constant):

@@ -53,8 +53,6 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  
 
 
 class ImportModelConfig(StageConfig):
-    """Settings of a model import: number format and chat template."""
-
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
         "stored", description="Number format of the imported weights; stored: the checkpoint's, float32 for GGUF's quantised blocks"
     )
@@ -103,7 +101,7 @@ def _check(network: Transformer, tokenizer: Tokenizer, uri: str) -> None:
 
     rows = network.config.vocab_size
     if tokenizer.vocab_size > rows:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, but the embeddings only {rows} rows: none for {tokenizer.token(rows)!r}"
+        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the embeddings {rows} rows: {tokenizer.token(rows)!r} has none"
         raise PunaError(f"import_model: {uri}: {sizes}; use the tokenizer that the model was trained with")
     if tokenizer.template is None:
         return

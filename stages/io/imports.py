@@ -13,8 +13,6 @@ LAYOUT = "Layout of the rows; auto detects it, and stops if several layouts fit"
 
 
 class ImportPreferencesConfig(SplitConfig):
-    """Settings of an import of preferences."""
-
     layout: Literal["auto", "pairs", "kto", "ranked", "compared"] = Field("auto", description=LAYOUT)
     heldout_fraction: float = Field(0.1, ge=0, lt=1, description=HELDOUT_SHARE)
 
@@ -31,8 +29,6 @@ def import_preferences(inputs: list[External], config: ImportPreferencesConfig, 
 
 
 class ImportInstructionsConfig(SplitConfig):
-    """Settings of an import of instructions."""
-
     layout: Literal["auto", "messages", "prompt_completion", "instruction_output"] = Field("auto", description=LAYOUT)
 
 
@@ -45,8 +41,6 @@ def import_instructions(inputs: list[External], config: ImportInstructionsConfig
 
 
 class ImportDocumentsConfig(ImportConfig):
-    """Settings of an import of documents."""
-
     layout: Literal["auto", "text"] = Field("auto", description=LAYOUT)
 
 
@@ -59,8 +53,6 @@ def import_documents(inputs: list[External], config: ImportDocumentsConfig, run:
 
 
 class ImportPromptsConfig(PromptRowsConfig):
-    """Settings of an import of prompts."""
-
     layout: Literal[
         "auto", "messages", "prompt", "instruction", "ifeval", "humaneval", "mbpp", "gsm8k", "math", "arc", "hellaswag", "winogrande",
         "boolq", "piqa", "blimp", "truthfulqa_mc", "mmlu_pro", "mmlu", "needle", "ruler",

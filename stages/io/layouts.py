@@ -134,8 +134,7 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
     """Return the plan for reading an input whose first rows are `rows`. Raise PunaError if the layout or a column is unclear or missing.
 
     `layout="auto"` detects the layout; `given` maps fields to columns and overrides the usual names. `verified`: the user gave a verifier
-    for rows without one, so `CHECKS` columns are allowed. With "auto", benchmarks come before prompt layouts unless rows have verifiers.
-    """
+    for rows without one, so `CHECKS` columns are allowed. With "auto", benchmarks come before prompt layouts unless rows have verifiers."""
     usual = {field for one in LAYOUTS[kind] for field in (*one.required_fields, *one.may)}
     of_benchmarks = {field for one in benchmarks.BENCHMARKS.values() for field in (*one.needs, *one.may)} if kind == "prompts" else set()
     fields = sorted(usual | of_benchmarks)

@@ -63,9 +63,9 @@ def _merge(network: Transformer, folder: Path, model: Artifact, uri: str) -> tup
         report = adapted.load_adapter(str(folder), "default", low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise PunaError(f"merge: {uri} does not fit {model.id}: {str(error).strip()}") from error
-    for names, what in ((report.unexpected_keys, "the model does not have the tensor"), (report.missing_keys, "it lacks the tensor")):
+    for names, what in ((report.unexpected_keys, "the model has no place for"), (report.missing_keys, "there is no")):
         if names:
-            more = f" and {len(names) - 1} more" if names[1:] else ""
+            more = f", nor {len(names) - 1} more" if names[1:] else ""
             raise PunaError(f"merge: {uri} does not fit {model.id}: {what} {names[0]}{more}")
     numbers = sum(tensor.numel() for name, tensor in adapted.named_parameters() if "lora_" in name or ".modules_to_save." in name)
     return adapted.merge_and_unload(safe_merge=True).to_transformer(), numbers

@@ -1,4 +1,4 @@
-"""The stage `mix`, and its mixture, which determines how often training reads each document."""
+"""The stage `mix`: the mixture, which sets how often training reads each document."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ TOLERANCE = 1e-6  # for rounding errors of weights that should add up to 1
 
 
 class MixConfig(SeededConfig):
-    """Settings of the mixture's weights."""
-
     weights: dict[str, float] = Field(
         default_factory=dict, description="Category → share of the training bytes (sum: 1); empty: an experiment's, else natural shares"
     )
@@ -58,9 +56,8 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     most `max_share`. Unless weights are configured or come from `anneal_experiment`, the categories in `down_sample` keep only that
     fraction of their weight. Training reads as much text as one pass over all training documents: a category of weight w with b of all B
     bytes is read w B / b times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023); if that limits every category,
-    training reads less. In each shard, epochs are rounded up for as many documents of a category as the weight says, of all lengths alike.
-    Held-out documents stay held out.
-    """
+    training reads less. A fractional number of epochs is rounded up for a sample of the category's documents, of all lengths alike, and
+    down for the others. Held-out documents stay held out."""
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
     facts = run.exchange(_measure, run.parts(documents, columns=["id", "text"]), split, by="id", partitions=cut)
@@ -101,11 +98,10 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
     """Return category → share. The initial weights are `wanted` or, if it is empty, the shares of the text (`sizes`, bytes).
 
-    Weight beyond `max_repeats` or `max_share` is distributed over other categories by weight, if possible. Raise PunaError without text.
-    """
+    Weight beyond `max_repeats` or `max_share` is distributed over other categories by weight, if possible. Raise PunaError without text."""
     total = sum(sizes.values())
     if not total:
-        raise PunaError("mix: the split has no training document with text: there is nothing to mix")
+        raise PunaError("mix: the split has no training document with text; give more documents, or hold out fewer")
     weight = {c: float(wanted[c]) if c in wanted else 0.0 if wanted else size / total for c, size in sorted(sizes.items())}
     most = max(max_share, 1.0 / sum(size > 0 for size in sizes.values()))
     ceiling = {c: min(max_repeats * size / total, most) for c, size in sizes.items()}
@@ -165,7 +161,6 @@ def _check_weights(wanted: Mapping[str, float], training: Mapping[str, int], whe
 
 
 def _measure(part: Part, split: Artifact) -> pa.Table:
-    """Return a table of a part's documents: id, category, `heldout` and `bytes` of text."""
     table = part.read()
     ids = table["id"]
     own = split.between(ids[0].as_py(), ids[-1].as_py(), columns=["id", "category", "split"])
@@ -205,8 +200,8 @@ def _mixture(rows: pa.Table, shares: Mapping[str, Share], seed: int) -> tuple[di
 
 
 def _rounded_up(rows: pa.Table, shares: Mapping[str, Share], seed: int, ids: pa.ChunkedArray) -> NDArray[np.bool_]:
-    """True for each of `ids` whose epochs are rounded up: a systematic sample of each category's rows in order of length, so that their
-    number differs by less than one from the weight's, and each row is drawn with the same probability."""
+    """Return a mask of the `ids` whose epochs are rounded up: a systematic sample of each category's rows in order of length. Each row has
+    the same probability, and the sample's size differs by less than one from the fraction that the weight asks for."""
     rows = rows.append_column("chance", pa.array(uniform(rows["id"].to_pylist(), seed, "repeats"), pa.float64()))
     rows, chosen = rows.sort_by([("category", "ascending"), ("bytes", "ascending"), ("chance", "ascending")]), list[NDArray[np.bool_]]()
     for category, count in zip(*np.unique(np.array(rows["category"].to_pylist(), dtype="U"), return_counts=True), strict=True):
@@ -220,8 +215,8 @@ def _rounded_up(rows: pa.Table, shares: Mapping[str, Share], seed: int, ids: pa.
 def _experiment(weights: Evaluation, training: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
     """Return an experiment's weights for `training` (category → bytes), and the categories that the experiment did not measure.
 
-    A mixture can be applied to a newer corpus (Olmix): new categories get their share of the text, and the measured categories that have
-    text divide the rest in the experiment's proportions."""
+    On a newer corpus (Olmix), new categories get their share of the text, and the measured categories with text divide the rest in the
+    experiment's proportions."""
     if "weights" not in weights.tables:
         raise PunaError(f"{weights.id} has no table `weights`; give the artifact of mix_experiment or anneal_experiment")
     table = weights.read("weights")

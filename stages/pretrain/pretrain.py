@@ -41,8 +41,6 @@ MOMENTS = "optimizer/state.safetensors"
 
 
 class PretrainConfig(SizedConfig):
-    """Settings of the model and its training."""
-
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     z_loss: float = Field(
         0.0, ge=0, le=1, description="Weight of the z-loss, the squared log-normaliser of the logits, for stability (OLMo: 1e-5); 0: none"
@@ -59,7 +57,8 @@ class PretrainConfig(SizedConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Return errors: both `model` and `size` given, settings that they fix, unfit optimizer state, low memory (new: without embeddings)."""
+    """Return messages for: `model` and `size` together, settings that these determine, unfit optimizer state, and too little memory (for a
+    new model, embeddings do not count)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
@@ -95,8 +94,7 @@ def pretrain(
     are used only if they lower it. Optimizer state passes from phase to phase (unless `fresh`) and is saved with the model. A crashed run
     resumes bit-identically (on a GPU: with `compute.deterministic`). `size`, from `choose_size`, sets the model, the optimizer and the
     first phase; that phase's final loss and the forecast are metrics if both are on the same held-out text. Scores on `tasks` (folders of
-    task files and data) are in the log and the metrics.
-    """
+    task files and data) are in the log and the metrics."""
     from puna.models.training.parallel.parallel import in_pieces, initial
 
     vocabulary = tokenizer_of(tokenizer)
@@ -144,7 +142,7 @@ def pretrain(
 
 
 def _as_begun(config: PretrainConfig, run: StageRun) -> PretrainConfig:
-    """Return the settings with one precision for all phases and what is measured beside them. A resumed run keeps its precision."""
+    """Return the settings with one precision for all phases and measurements: a resumed run's own, or the configured one."""
     from puna.models.training.loop import as_begun
 
     compute = as_begun(config.compute, run.scratch / "phase-0")
@@ -169,7 +167,7 @@ def _sources(
         check_tokens(artifact, tokenizer)
         packed[name] = Packed.read(artifact, folder / f"tokens-{name}.bin")
         if packed[name].largest >= vocabulary.vocab_size:
-            raise PunaError(f"{artifact.id} holds token {packed[name].largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
+            raise PunaError(f"{artifact.id} contains token {packed[name].largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
     return packed
 
 

@@ -1,4 +1,4 @@
-"""The split of documents into training and held-out documents."""
+"""The stage `split`: training and held-out documents."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class KindsConfig(StageConfig):
 
 
 class SplitConfig(SeededConfig):
-    """Settings of the split: the amount of held-out documents, and the signals that determine a document's category."""
-
     category: str = Field("domain", min_length=1, description="Signal that holds a document's category")
     kinds: KindsConfig | None = Field(None, description="Thresholds of four kinds (language, code, reasoning, domain) replacing `category`")
     heldout_fraction: float = Field(0.02, ge=0, lt=1, description="Share of the URLs whose documents are held out (0 to 1; 0: none)")
@@ -47,10 +45,9 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
 
     A hash of the URL decides, so all versions of a page are on the same side. A page stays on its side when the corpus grows, except in
     small categories (`heldout_least`). The output is a mixture that reads each training document once; `mix` turns it into the training
-    mixture. Without signals, all documents are in one category.
-    """
+    mixture. Without signals, all documents are in one category."""
     if not documents.rows():
-        raise PunaError(f"split: {documents.id} has no documents to hold out or to train on")
+        raise PunaError(f"split: {documents.id} has no documents; give a corpus with text")
     names = KINDS if config.kinds else (config.category,)
     columns = [name for artifact in signals or () for name in artifact.columns()]
     for name in names if signals or config.kinds else ():
@@ -95,7 +92,6 @@ def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: Split
 
 
 def _signal(ids: pa.ChunkedArray, signals: Sequence[Artifact], name: str) -> pa.ChunkedArray:
-    """Return the signal `name` of each id. Raise PunaError if a document has no row of signals."""
     return signals_of(next(artifact for artifact in signals if name in artifact.columns()), ids, [name])[name]
 
 
@@ -120,7 +116,8 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class Sides:
-    """The rule that holds out a URL by its chance (hash): below `fraction` and not in `spared`, or in `chosen`. Both arrays are sorted."""
+    """The rule that holds out a URL by its chance, a hash from 0 to 1: below `fraction` and not in `spared`, or in `chosen` (both
+    sorted)."""
 
     fraction: float
     chosen: NDArray[np.float64]
@@ -136,8 +133,7 @@ def sides_of(each: Callable[..., Iterable[Any]], config: SplitConfig) -> Sides:
 
     A category holds out at least its `heldout_least` smallest chances, but at most a third of its documents. A category that would be held
     out completely is spared. Versions of a page may be in different categories; a URL held out in one category is held out in all.
-    `each(function, *args)` yields `function(rows, *args)` for every part of the rows (chance: the URL's hash, 0 to 1; category).
-    """
+    `each(function, *args)` yields `function(rows, *args)` for every part of the rows (columns `chance`, 0 to 1, and `category`)."""
     none = np.zeros(0)
     if config.heldout_fraction == 0:
         return Sides(0.0, none, none)
@@ -180,6 +176,6 @@ def _of_categories(rows: pa.Table, categories: frozenset[str], fraction: float) 
 
 
 def _elsewhere(rows: pa.Table, categories: frozenset[str], chances: frozenset[float]) -> set[float]:
-    """Return those of `chances` that also occur in documents outside `categories`."""
+    """Return the `chances` that also occur in documents outside `categories`."""
     inside = np.isin(np.array(rows["category"].to_pylist(), dtype="U"), sorted(categories))
     return set(chances) & set(rows["chance"].to_numpy()[~inside].tolist())

@@ -22,8 +22,6 @@ BUCKET_DOCUMENTS = 20_480
 
 
 class TokenizeConfig(SeededConfig):
-    """Settings of tokenization."""
-
     sequence_length: int = Field(512, ge=8, le=1_048_576, description="Tokens per packed row")
 
 
@@ -33,8 +31,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
 
     A document is enclosed in BOS and EOS tokens and repeated as often as the mixture says (without a mixture: once). Every 20,480 documents
     form a bucket, in which all copies are shuffled by a hash of seed, id and copy number. Rows are cut every `sequence_length` tokens: a
-    document that does not fit continues in the next row, and only the last row of a bucket may be shorter.
-    """
+    document that does not fit continues in the next row, and only the last row of a bucket may be shorter."""
     check_mixture(run, documents, mixture)
     parts = documents.parts(columns=["id", "text"], rows=BUCKET_DOCUMENTS)
     buckets = max(1, -(-documents.rows() // BUCKET_DOCUMENTS))
@@ -54,7 +51,7 @@ def tokenize(documents: Documents, mixture: Mixture | None, tokenizer: Tokenizer
 
 
 def _encode(part: Part, mixture: Artifact | None, tokenizer_folder: str, shuffle: int, size: int) -> tuple[pa.Table, dict[str, Any]]:
-    """Return a part's encoded copies with bucket and order, and counts: tokens by bucket and by category, documents, copies, bytes."""
+    """Return a part's encoded copies with bucket and order; and counts: tokens by bucket and by category, documents, copies, bytes."""
     documents = part.read()
     place = {id_: (part.start + i) // size for i, id_ in enumerate(documents["id"].to_pylist())}
     rows = [row for row in split_documents(documents, mixture, "train") if row.text]

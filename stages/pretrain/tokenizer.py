@@ -40,11 +40,10 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 
     With a mixture, only its training documents are used. The sample is the documents with the smallest hashes, as many as fit into
-    `max_bytes` (at least one); the merges depend only on how often each word occurs in it. One library call learns all merges, so Ctrl-C
-    and Stop wait for its end (4 s by default, 71 s for 240 MB and 128,000 tokens on two cores); after a kill it starts again. A tokenizer
-    trained from scratch must decode the tokens of every sampled text to the same text. With a model, its tokenizer is reused for continued
-    pretraining; `new_tokens` tokens are learned from the sample and added.
-    """
+    `max_bytes` (at least one). One library call learns all merges, so Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and
+    128,000 tokens on two cores); after a kill it starts again. A tokenizer trained from scratch must decode the tokens of every sampled
+    text to the same text. With a model, its tokenizer is reused for continued pretraining, and `new_tokens` tokens are learned from the
+    sample and added."""
     from puna.models.tokens.growth import grown_tokenizer
     from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
 
@@ -74,7 +73,8 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
 
 
 def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun) -> None:
-    """Write the tokenizer that `learn` returns. Raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample."""
+    """Write the tokenizer that `learn` returns. Raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample, for the
+    message."""
 
     def learn_files() -> dict[str, str]:
         interruptible(learn).save(run.folder)

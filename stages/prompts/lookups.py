@@ -1,6 +1,6 @@
 """Baselines without a model: answers to held-out questions, derived only from the gold answers to training questions.
 
-If a baseline answers a held-out question correctly, the question shows nothing about a model: its answer follows from training data."""
+If a baseline answers a held-out question correctly, the answer follows from training data, so the question is no test of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from puna.storage import PunaError
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
-"""Pattern of a token: a digit, a run of letters or a mark. The demo's tokenizer also has one token per digit."""
+"""Pattern of a token: a digit (as in the demo's tokenizer), a run of letters, or a mark."""
 MOST = 1_000  # maximum number of held-out questions, and of gold answers, to use
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
 REPLACED, MAJORITY = "nearest by edits, differing tokens replaced", "majority by form"
@@ -59,8 +59,7 @@ def answers_without_model(prompts: Sequence[Mapping[str, Any]], *, trusted: bool
     """Return baseline → id of a held-out question → 1 if the baseline's answer is correct, else 0.
 
     Only the first `MOST` questions and gold answers by id are used; ties between training questions go to the first. Questions are left out
-    if the verifier is faulty or, unless `trusted`, needs a separate process. The result is empty without gold answers or questions.
-    """
+    if the verifier is faulty or, unless `trusted`, needs a separate process. Without gold answers or questions, return nothing."""
     gold = sorted((row for row in prompts if row["split"] == "train" and row["reference"]), key=lambda row: row["id"])[:MOST]
     examples = [_Text(row["task"], text_of(messages_of(row)), str(row["reference"])) for row in gold]
     heldout = sorted((row for row in prompts if row["split"] == "heldout" and row["verifier"]), key=lambda row: row["id"])[:MOST]
@@ -141,8 +140,8 @@ def _replace_tokens(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function from a question to an answer: of the known answers to questions of its form that have the commonest length, the
-    commonest token at each position."""
+    """Return a function from a question to an answer: the commonest token at each position of the known answers to questions of its form,
+    among those of the commonest length."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

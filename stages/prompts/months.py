@@ -1,4 +1,4 @@
-"""Questions dated by month, and a comparison of accuracy on the newest and on older months, which detects memorised questions."""
+"""Questions dated by month. A higher accuracy on older months than on the newest one reveals memorised questions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from puna.storage import PunaError
 
 CYCLE = 24  # months after which a question may recur
 APART = 1_000_000
-"""Distance between the seeds of consecutive reasoning-gym entries. At a distance of 1, runs with adjacent seeds would share entries."""
+"""Distance between the seeds of consecutive reasoning-gym entries. At a distance of 1, adjacent seeds would give overlapping entries."""
 
 
 class DatedPromptsConfig(StageConfig):
-    """Settings of dated questions: generators, months and amounts."""
-
     tasks: tuple[Task, ...] = Field(description="Generators; each gives the same number of questions", min_length=1)
     month: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$", description="Month of the questions, YYYY-MM")
     before: int = Field(1, ge=0, lt=CYCLE, description="Number of earlier months to generate questions for")
@@ -38,8 +36,8 @@ def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
     """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
 
     All draws depend only on the month, the generator and its parameters. A question belongs to the months whose number equals a hash of its
-    text, modulo 24, so no two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares these months.
-    """
+    text, modulo 24, so no two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares these
+    months."""
     months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
     for number, task in enumerate(config.tasks):
         for month in months:
@@ -84,10 +82,10 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
 def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
     """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
-    A model that memorised older questions solves more of them than of new ones. Rows hold, for each task scored in the newest and in older
-    months, and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap over `all` is the mean of
-    the tasks' gaps, with Student's interval; the metric `by_heart` is true if this interval and that of all questions pooled lie above 0.
-    """
+    A model that memorised older questions solves more of them than of new ones. The rows have, for each task scored in the newest and in
+    older months, and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap over `all` is the
+    mean of the tasks' gaps, with Student's interval. The metric `by_heart` is true if this interval and that of all questions pooled are
+    above 0."""
     scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
     shares: dict[str, dict[str, list[bool]]] = {}
     for row in prompts.read(columns=["id", "task"]).to_pylist():

@@ -33,8 +33,6 @@ class Task(StageConfig):
 
 
 class PromptsConfig(SeededConfig):
-    """Settings of the questions and of their split."""
-
     tasks: tuple[Task, ...] = Field(description="Generators; each gives the same number of questions", min_length=1)
     train: int = Field(400, ge=0, description="Number of training questions per task")
     heldout: int = Field(100, ge=0, description="Number of held-out questions per task; they do not depend on `train` and `skip`")
@@ -55,10 +53,9 @@ def prompts(config: PromptsConfig, run: StageRun) -> None:
     """Generate questions with gold answers by procedural generators; each question has its generator's verifier.
 
     No question occurs twice, over all tasks. Questions are ordered by a hash of their text, so rounds with equal settings that `skip` the
-    training questions of earlier rounds get disjoint random samples. Questions of Puna's generators have a structure, and whole structures
-    are held out: no training question has a held-out structure. Questions of reasoning-gym have none: a hash of the question decides. Raise
-    PunaError if a task has too few distinct questions.
-    """
+    training questions of earlier rounds get disjoint random samples. Questions of Puna's generators have a structure: no training question
+    has a held-out structure. Questions of reasoning-gym have none; a hash of the question decides if it is held out. Raise PunaError if a
+    task has too few distinct questions."""
     texts: set[str] = set()
     for number, task in enumerate(config.tasks):
         run.write_rows(questions(task, config, run.seed("generator", number), texts))
@@ -97,7 +94,7 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
 
 
 def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
-    """Return the held-out structures: the share `heldout_fraction`, at least one; if each question has its own, those with a small hash."""
+    """Return the held-out structures: the share `heldout_fraction`, at least one; if each question has its own, those with small hashes."""
     if all(structure.startswith(ALONE) for structure in structures):
         return {one for one in structures if hash_of(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
     count = max(1, round(config.heldout_fraction * len(structures)))

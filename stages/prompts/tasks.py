@@ -29,7 +29,7 @@ _JOBS = (
     "illustrator judge lawyer musician novelist pilot reporter singer teacher translator vet weaver astronomer butcher clockmaker driver"
 )
 NOUNS, JOBS = _NOUNS.split(), _JOBS.split()
-GROUPS = 5  # groups of nouns; held-out questions use groups that no training question uses
+GROUPS = 5  # number of groups of nouns
 PLACES = ("by the old road", "in the morning light", "near the quiet station", "on a cold evening")
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "name": ({"type": "string", "pattern": "^[A-Z][a-z]+"}, ("Anna Weber", "Omar Haddad", "Lucia Rossi", "John Miller", "Mei Tanaka")),
@@ -62,8 +62,8 @@ class Generator(StageConfig):
 class DigitsTask(Generator):
     """Questions that ask for ordered two-digit numbers with given first or last digits. Structure: the sum of the given digits modulo 5.
 
-    So no training question has the digits of a held-out question, and no answer to a training question is correct for a held-out question.
-    """
+    So no training question has the digits of a held-out question, and no answer to a training question is correct for a held-out
+    question."""
 
     name: ClassVar[str] = "digits"
     place: Literal["first", "last"] = Field("first", description="Where each number has its given digit; the other digit is free")
@@ -71,7 +71,6 @@ class DigitsTask(Generator):
     count: int = Field(3, ge=2, le=4, description="How many numbers a question asks for")
 
     def draw(self, random: Random) -> Drawn:
-        """Return one question that asks for even or odd numbers with given first digits, or for bounded numbers with given last digits."""
         digits = random.sample(range(1 if self.place == "first" else 0, 10), self.count)
         digits_text = f"{', '.join(map(str, digits[:-1]))} and {digits[-1]}"
         way = "from small to large" if self.order == "rising" else "from large to small"

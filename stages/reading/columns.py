@@ -1,4 +1,4 @@
-"""Reading of row batches from Parquet files and from the Arrow streams of saved data sets; a batch's values and decompressed bytes."""
+"""Row batches from Parquet files and from the Arrow streams of saved data sets: reading, values and decompressed bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_fields(fields: Iterable[pa.Field], where: str) -> None:
     """Raise PunaError if two sibling Arrow fields have the same name, or if a field has a type whose values may share bytes."""
     fields = list(fields)
     if name := find_repeated(field.name for field in fields):
-        raise PunaError(f"{where}: several columns have the name {name!r}, but a row can hold only one; rename them")
+        raise PunaError(f"{where}: several columns have the name {name!r}, but a row can contain only one; rename them")
     for field in fields:
         kind = field.type
         if str(kind).partition("<")[0] in SHARED or (pa.types.is_dictionary(kind) and kind.value_type.num_fields):

@@ -14,7 +14,7 @@ LENGTHS = {1: 0, 2: 0, 3: 1, 7: 8, 13: 16}  # Thrift type → bytes of a value: 
 
 
 def page_bytes(handle: BinaryIO, column: Any) -> int:
-    """Return the decompressed bytes of a column chunk's pages, headers included (what a correct footer declares), up to a damaged page."""
+    """Return the decompressed bytes of a column chunk's pages with headers, as a correct footer declares them, up to a damaged page."""
     at = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         at = min(at, column.dictionary_page_offset)

@@ -1,4 +1,4 @@
-"""Detection of the fields that hold the page, URL and date of a row."""
+"""Detection of the fields with the page, URL and date of a row."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
     candidates += sorted(others, key=lambda name: -mean[name])
     if not candidates:
         there = ", ".join(names) or "none"
-        raise PunaError(f"{where}: no field holds text; it has {there}. Name it with --columns text=FIELD or html=FIELD")
-    addresses = [name for name in names if all(name in row for row in rows)]  # one that some rows lack is not used, as in `sniff`
+        raise PunaError(f"{where}: no field contains text; it has {there}. Name it with --columns text=FIELD or html=FIELD")
+    addresses = [name for name in names if all(name in row for row in rows)]  # as in `sniff`
     url = next((name for usual in URL for name in addresses if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
     date = next((name for name in DATE_COLUMNS if any(moment(row.get(name)) for row in rows)), None)
     return Found(candidates[0], candidates[0] in html, url, date, tuple(names))

@@ -1,4 +1,4 @@
-"""Functions for files of rows and pages: suffixes, streaming decompression, a row's fields by path, and jobs for files and hub shards."""
+"""Files of rows and pages: suffixes, streaming decompression, a row's fields by path, and jobs for files and hub shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GZIP_MAGIC = b"\x1f\x8b\x08"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 CHUNK_BYTES = 1 << 20
 RATIO, FREE_BYTES, RECORD_BYTES = 500, 128 << 20, 200
-"""A file may decompress to `FREE_BYTES`, or to `RATIO` times its size if that is more. Very repetitive text reaches a ratio of about 100.
+"""A file may decompress to `FREE_BYTES`, or to `RATIO` times its size if that is more. Very repetitive text has a ratio of about 100.
 Each record counts `RECORD_BYTES` extra, because records without text take time, too."""
 WINDOW_BYTES = 1 << 31  # window of `zstd --long=31`, which some published dumps use
 SLICE_BYTES = 512  # bytes of zstd input per call: four bytes may decompress to 128 KiB, and the library has no limit
@@ -109,7 +109,7 @@ def address(source: str, name: str) -> str:
 
 
 def address_of(given: str, source: str, name: str, row: int) -> str:
-    """Return a row's URL: `given` if it is absolute; else the file's URL followed by `given`, or by the number `row` if `given` is ""."""
+    """Return a row's URL: `given` if it is absolute, else the file's URL followed by `given` or, if that is "", by the row's number."""
     return given if "://" in given else f"{address(source, name)}/{quote(given, errors='replace') or row}"
 
 
@@ -169,7 +169,7 @@ def jobs_of(
 
 
 def hub_stream(uri: str, subset: str | None, split: str) -> Any:
-    """Return a streaming hub data set, `hf://datasets/OWNER/NAME[@REVISION]` (in tests: a local folder). Raise PunaError on failure."""
+    """Return the streaming hub data set `hf://datasets/OWNER/NAME[@REVISION]` (or a local folder). Raise PunaError on failure."""
     import datasets
 
     name, _, revision = uri.removeprefix("hf://").removeprefix("datasets/").partition("@")

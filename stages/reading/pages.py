@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Page(NamedTuple):
-    """A record that holds a page. `fetched_at`: microseconds since 1970, UTC; `where`: the file, and the record's position in it."""
+    """A record with a page. `fetched_at`: microseconds since 1970, UTC; `where`: the file, and the record's position in it."""
 
     url: str
     fetched_at: int
@@ -30,7 +30,7 @@ class Rejected(NamedTuple):
     threshold: float | None = None
 
 
-NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules for records that hold no page; they are counted separately
+NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules for records that are not pages; they are counted separately
 
 
 def page_id(source: str, page: Page) -> str:

@@ -41,7 +41,7 @@ FIELDS_SHOWN = 8  # maximum number of fields that a message lists for a record w
 
 
 class Columns:
-    """The fields that hold a row's page, URL and date; see `IngestConfig` for their names."""
+    """The fields with a row's page, URL and date; see `IngestConfig` for their names."""
 
     def __init__(self, text: str, html: str | None, url: str | None, date: str | None) -> None:
         self.body = html or text

@@ -87,12 +87,11 @@ def _check_unicode(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
 
 
 def _broken_field(fields: dict[str, Any]) -> str | None:
-    """Return the name of the first field whose name or text cannot be written as UTF-8; None if there is none."""
     return next((str(name).encode("utf-8", "replace").decode() for name, value in fields.items() if not is_text(name, value)), None)
 
 
 def is_text(*values: Any) -> bool:
-    """True if all text in the values can be written as UTF-8. JSON may contain lone surrogates, which cannot."""
+    """True if all text in the values can be written as UTF-8. Lone surrogates, which JSON may contain, cannot."""
     for value in values:
         if isinstance(value, str):
             try:
@@ -116,8 +115,7 @@ def _object(number: int, value: Any) -> Row | Fault:
 class _Broken(Exception):
     """An error for a JSON value that is invalid, truncated or too long.
 
-    Its arguments are the rule, a message, and the number of characters that had already been decoded for an earlier broken value.
-    """
+    Its arguments are the rule, a message, and the number of characters that had already been decoded for an earlier broken value."""
 
 
 class _Text(str):
@@ -181,13 +179,12 @@ class _Values:
                 raise self._error(rule, f"is not JSON: {error.msg}, at {self._place(end)}", end) from error  # type: ignore[attr-defined]
 
     def _error(self, rule: str, message: str, end: int) -> _Broken:
-        """Return an error for the value at `_at`, which was decoded up to `end`."""
         start, end = self._passed + self._at, self._passed + end
         again, self._decoded = min(end, self._decoded) - start, max(end, self._decoded)
         return _Broken(rule, message, max(0, again))
 
     def _limit(self) -> int:
-        """Return a position in the value at `_at` where it is nested `DEPTH` deep or holds too long an integer; `_at` if there is none."""
+        """Return a position in the value at `_at` where it is nested `DEPTH` deep or has too long an integer; `_at` if there is none."""
         depth = 0
         for token in NESTING.finditer(self._text, self._at):
             depth += (token[0] in "[{") - (token[0] in "]}")
@@ -239,8 +236,7 @@ class _Values:
 def _json(source: io.BufferedReader, max_row_bytes: int, unpacking: Unpacking) -> Iterator[Row | Fault]:
     """Yield the values of a JSON file: one value, one per line, or several in sequence. If the file starts with an array, yield its items.
 
-    Commas between values may be missing. After a broken value, reading continues at the next line that begins with { or [.
-    """
+    Commas between values may be missing. After a broken value, reading continues at the next line that begins with { or [."""
     values = _Values(source)
     first = values.head()
     if first in BYTE_ORDER_MARKS:

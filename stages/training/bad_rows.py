@@ -26,7 +26,7 @@ class BadRowsConfig(StageConfig):
 
 
 class Limit(NamedTuple):
-    """A limit of `tokens` for a row, from the setting `field`. `what`: what is measured; `remedy`: advice for keeping the row."""
+    """A limit of `tokens` for a row, from the setting `field`. `what`: the measured part of the row; `remedy`: how to keep a longer row."""
 
     tokens: int
     field: str
@@ -37,8 +37,8 @@ class Limit(NamedTuple):
 class BadRows:
     """A collector of the rows that a stage drops while it renders its input; `dropped` holds them as rows of the table `dropped`.
 
-    Rules include `chat_template` (the template rejects the row; the detail names the turn), `not_messages` (a column holds no conversation)
-    and `too_long` (value and threshold in tokens)."""
+    Rules include `chat_template` (the template rejects the row; the detail names the message), `not_messages` (a column contains no
+    conversation) and `too_long` (value and threshold in tokens)."""
 
     def __init__(self, config: BadRowsConfig, stage: str) -> None:
         self._refuse, self._stage = config.bad_rows == "refuse", stage

@@ -1,4 +1,4 @@
-"""Bits per byte: how well a model, an n-gram model and a compressor predict unseen documents."""
+"""Bits per byte of unseen documents under a model, an n-gram model and a compressor."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def windows(length: int, context: int) -> list[Window]:
     """Return windows of at most `context` tokens (2 or more, else ValueError) over a document of `length` tokens.
 
     Every token except the first is scored once. From the second window on, a scored token has at least context // 2 tokens before it in its
-    window, so that few tokens are scored with little context.
-    """
+    window."""
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, not {context}")
     results, first = [], 1
@@ -46,8 +45,7 @@ def document_nats(
 ) -> list[float]:  # fmt: skip
     """Return -log p of each document of token ids, given its first token, in nats.
 
-    Windows are packed into rows of about `micro_batch_tokens` tokens. Passes are exact if dtype and device allow (`can_be_exact`).
-    """
+    Windows are packed into rows of about `micro_batch_tokens` tokens. Passes are exact if dtype and device allow (`can_be_exact`)."""
     import torch
 
     from puna.kernels.exact import can_be_exact, exact_passes
@@ -80,7 +78,8 @@ Floats = NDArray[np.float64]
 
 
 class Level(NamedTuple):
-    """n-gram counts of one order: sorted `keys` (context x vocabulary + token), `counts`; `contexts`, `totals`, distinct tokens `kinds`."""
+    """n-gram counts of one order: sorted `keys` (context x vocabulary + token) and their `counts`; sorted `contexts`, and for each its
+    total count (`totals`) and its number of distinct next tokens (`kinds`)."""
 
     keys: Ints
     counts: Ints
@@ -93,8 +92,7 @@ class NGrams:
     """An interpolated n-gram model of tokens (Witten and Bell 1991; Chen and Goodman 1999, section 2.4).
 
     p(w | h) = (c(h w) + N(h) p(w | h')) / (c(h) + N(h)), where c counts, N(h) is the number of distinct tokens that follow h, and h' is h
-    without its first token. Below the empty context all tokens are equally likely. Contexts do not cross the start of a document.
-    """
+    without its first token. For the empty h, p(w | h') is the same for all tokens. Contexts do not cross the start of a document."""
 
     def __init__(self, documents: Sequence[Sequence[int]], order: int, vocabulary: int) -> None:
         self.order, self.vocabulary = order, vocabulary

@@ -50,7 +50,7 @@ class SizedConfig(SeededConfig):
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases; an input size has its own")
 
     def in_vain(self, source: str) -> list[str]:
-        """Return the names of changed settings that have no effect, because the input `source` (model or size) determines them."""
+        """Return the names of changed settings that have no effect because the input `source` (model or size) determines them."""
         first = self.phases[0].replace(name=Phase().name) != Phase()
         settings = {"model": self.model != SHAPE, "optimizer": self.optimizer != OPTIMIZER, "phases.0, but for its name,": first}
         return [name for name, is_set in settings.items() if is_set and (source == "size" or name == source)]

@@ -28,7 +28,7 @@ class Chosen(NamedTuple):
 
 
 def split_documents(documents: pa.Table, mixture: Artifact | None, split: str) -> Iterator[Chosen]:
-    """Yield the documents (a table sorted by id) that the mixture puts into `split` with repeats above 0; without a mixture, all once.
+    """Yield the documents (a table sorted by id) that the mixture puts into `split` and reads at least once; without a mixture, all once.
 
     If `mixture` is a selection (kind documents), yield every document once; the category is `kept`, or the rule that drops the document."""
     ids = documents.column("id").to_pylist()
@@ -74,7 +74,7 @@ def check_mixture(run: StageRun, documents: Artifact, mixture: Artifact | None) 
 
 
 def _unlike(job: tuple[tuple[str, str | None], Beside, Beside]) -> list[tuple[int, str]]:
-    """Return for each of two tables the number of ids in a range that are missing from the other table, and the first of them."""
+    """Return, for each of two tables, the number of its ids in a range that the other table lacks, and the first of them."""
     around, *tables = job
     one, other = ({id_ for piece in table.pieces(*around) for id_ in piece["id"].to_pylist()} for table in tables)
     return [(len(only), min(only, default="")) for only in (one - other, other - one)]
@@ -92,8 +92,7 @@ Ranked = tuple[int, str, int, Any]
 def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
     """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes (at least one).
 
-    Memory holds the best rows so far, and about as many new rows, or about `held` new rows if that is more.
-    """
+    Besides the best rows so far, about as many new rows are in memory, or about `held` if that is more."""
     documents: list[Ranked] = []
     waiting: list[Ranked] = []
     for rows in found:

@@ -15,9 +15,8 @@ Z95 = 1.959963984540054
 def student(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t with `freedom` degrees of freedom (1 or more, else ValueError).
 
-    Up to 100 degrees, bisection on the exact distribution finds the quantile (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). Above, it
-    is the expansion around the normal distribution's quantile (26.7.5), which is accurate to 9 digits there.
-    """
+    Up to 100 degrees, it is found by bisection on the exact distribution (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4); above, by the
+    expansion around the normal distribution's quantile (26.7.5), which is accurate to 9 digits there."""
     if freedom < 1:
         raise ValueError(f"Student's t needs at least one degree of freedom, not {freedom}")
     if freedom > 100:
@@ -59,8 +58,7 @@ def evaluation_row(task: str, metric: str, value: Interval | float, n: int) -> d
 def wilson(successes: int, trials: int) -> Interval:
     """Return a share of successes with Wilson's score interval (Wilson 1927). Raise ValueError without trials.
 
-    The interval stays inside 0 to 1, and has a width even at shares of 0 and 1, where the normal interval has none.
-    """
+    The interval stays inside 0 to 1. At shares of 0 and 1, it has a width, unlike the normal interval."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"wilson needs 0 <= successes <= trials and a trial, not {successes} of {trials}")
     share, squared = successes / trials, Z95 * Z95
@@ -74,10 +72,9 @@ def wilson(successes: int, trials: int) -> Interval:
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """Return sum(numerators) / sum(denominators) over sampled units, for example bits over bytes of documents.
 
-    The interval follows from the linearised ratio estimator (Cochran 1977, section 6.4): from the deviations
-    numerator - ratio * denominator and Student's t with n - 1 degrees of freedom.
-    A single unit has no interval: low and high are its value. Raise ValueError unless the denominators add up to more than 0.
-    """
+    The interval follows from the linearised ratio estimator (Cochran 1977, section 6.4): from the deviations numerator - ratio x
+    denominator and Student's t with n - 1 degrees of freedom. For a single unit, low and high are its ratio. Raise ValueError unless the
+    denominators add up to more than 0."""
     total, n = math.fsum(denominators), len(denominators)
     if n != len(numerators) or total <= 0:
         raise ValueError(f"ratio needs as many numerators as denominators, and a positive sum; got {len(numerators)} and {n}")

@@ -25,7 +25,7 @@ INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:
-    """Return PEFT's `LoraConfig` for this model. Raise PunaError for a target that the model lacks."""
+    """Return PEFT's settings for this model. Raise PunaError for a target that the model lacks."""
     from peft import LoraConfig
 
     from puna.models.training.trainer import inner_matrices
@@ -64,8 +64,8 @@ def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterat
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
     """Add adapters to the model's projections; freeze all other weights except a scalar head. Return the number of trained parameters.
 
-    The model's outputs do not change (with PiSSA, up to rounding: adapters start as a part of each matrix, which is reduced by this part).
-    """
+    The model's outputs do not change (with PiSSA, up to rounding: adapters start as a part of each matrix, which is reduced by this
+    part)."""
     import torch
     from peft import inject_adapter_in_model
 

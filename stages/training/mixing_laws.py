@@ -1,6 +1,6 @@
-"""Loss as a function of the data mixture: two surrogates, weighted by how well they predict mixtures left out of their fit.
+"""Loss as a function of the data mixture: two surrogates, weighted by their errors on mixtures left out of their fit.
 
-The logarithm of the exponential law minus its floor is linear in the slopes. So the fit searches over the floor and solves a linear
+For a given floor, the logarithm of the loss above the floor is linear in the slopes. So the fit searches over the floor and solves a linear
 least-squares problem for the slopes (variable projection, Golub and Pereyra 1973); it needs no starting point and cannot diverge."""
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ Floats = npt.NDArray[np.float64]
 class MixingLaw:
     """The law of one category's loss: L(r) = floor + exp(slopes @ r), where r are the shares of all categories.
 
-    This is a data mixing law (Ye et al. 2024, arXiv 2403.16952), written there as c + k exp(t @ r). Since shares add up to one, adding a
-    constant to all t multiplies k; here the slopes include log k.
-    """
+    This is a data mixing law (Ye et al. 2024, arXiv 2403.16952), written there as c + k exp(t @ r). Since shares add up to one, k can be
+    included in the slopes: log k is added to each t."""
 
     floor: float
     slopes: Floats
@@ -36,8 +35,7 @@ FLOORS = np.linspace(0.0, 0.98, 50)
 def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
     """Return the law fitted to losses [n] at mixtures [n, M]. Raise ValueError for fewer than M + 1 mixtures or a loss of 0 or less.
 
-    For a given floor, the logarithm of the loss above the floor is linear in the shares. A squared error is weighted by the square of the
-    loss above the floor, which turns an error of the logarithm into an error of the loss."""
+    A squared error of the logarithm is weighted by the square of the loss above the floor, which turns it into an error of the loss."""
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     if r.ndim != 2 or len(r) != len(y) or len(r) < r.shape[1] + 1:
         raise ValueError(f"a mixing law over {r.shape[-1]} categories needs at least {r.shape[-1] + 1} mixtures, not {len(y)}")
@@ -59,9 +57,8 @@ def fit_mixing_law(shares: npt.ArrayLike, loss: npt.ArrayLike) -> MixingLaw:
 def best_mixture(value: Callable[[Floats], Floats], least: npt.ArrayLike, most: npt.ArrayLike, starts: Floats) -> Floats:
     """Return the shares between `least` and `most` [M] with the lowest value found; `value` maps mixtures [n, M] to [n], in nats.
 
-    Projected gradient descent with an adaptive step starts from the three best of `starts` [S, M]. A sum of convex laws has one minimum,
-    but a Gaussian process may have several. Raise ValueError if no mixture lies within the bounds.
-    """
+    Projected gradient descent with an adaptive step starts from the three best of `starts` [S, M], since a Gaussian process may have
+    several minima. Raise ValueError if no mixture lies within the bounds."""
     low, high = np.asarray(least, dtype=np.float64), np.asarray(most, dtype=np.float64)
     if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
         raise ValueError(f"no mixture lies within the bounds: least adds up to {low.sum():.3f}, most to {high.sum():.3f}")
@@ -106,8 +103,7 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
     """Return mixtures [points, M] that cover the simplex with every share at least `least`.
 
     The first M + 1 are the corners, each of which favours one category, and the uniform mixture. Each further mixture is the random
-    candidate farthest from the mixtures chosen so far (a maximin design). Raise ValueError if M shares of `least` leave no room.
-    """
+    candidate farthest from the mixtures chosen so far (a maximin design). Raise ValueError if M shares of `least` leave no room."""
     if not 0 <= least * categories < 1:
         raise ValueError(f"{categories} categories cannot all have a share of at least {least}")
     room = 1 - least * categories
@@ -123,8 +119,7 @@ def simplex_design(categories: int, points: int, least: float, generator: np.ran
 class Gaussian:
     """A Gaussian process over the square roots of the shares, which lie on a sphere: its mean, kernel length, data points and weights.
 
-    The kernel is variance * exp(-|x - y|^2 / (2 length^2)), plus noise.
-    """
+    The kernel is variance * exp(-|x - y|^2 / (2 length^2)), plus noise."""
 
     mean: float
     length: float
@@ -179,8 +174,7 @@ class Surrogate:
 def fit_surrogate(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Surrogate:
     """Return both laws fitted to n >= M + 2 losses at mixtures [n, M], weighted by the inverse of their mean squared leave-one-out errors.
 
-    `left_out` [n] of the result: the weighted mean's prediction of each loss from all other mixtures, minus the measured loss.
-    """
+    `left_out` [n] of the result: the weighted mean's prediction of each loss from all other mixtures, minus the measured loss."""
     r, y = np.asarray(shares, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     errors = np.empty((2, len(y)))
     for i in range(len(y)):

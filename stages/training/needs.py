@@ -1,4 +1,4 @@
-"""Preconditions for training and running models: a chat template, one tokenizer, memory."""
+"""Requirements for training and running models: a chat template, one tokenizer, memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def documents_apart(facts: Facts, *inputs: str) -> list[str]:
 
 
 def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
-    """Return an error message if the models of these inputs encode text differently. A missing tokenizer.json is not an error here."""
+    """Return an error message if the models of these inputs encode text differently. Models without a tokenizer.json are not compared."""
     models = models_of(facts, *inputs)
     sums = [model.manifest.files.get("tokenizer.json") for model in models]
     if None in sums or len({record.sha256 for record in sums if record is not None}) < 2:
@@ -70,9 +70,9 @@ def memory(
     facts: Facts, parameters: int, bytes_each: int, remedy: str, compute: ComputeSettings | None = None,
     model: Artifact | ModelConfig | None = None, generate: int = 0, whole: bool = False, **used: object,
 ) -> list[str]:  # fmt: skip
-    """Return an error message if a training layout is not supported (see `Layout.refusal` for `used`), or if the free memory, if known,
-    cannot hold `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`: artifact or shape.
-    `whole`: True if each process needs whole weights between steps."""
+    """Return an error message if a training layout is not supported (see `Layout.refusal` for `used`), or if the free memory, if known, is
+    too small for `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`: artifact or shape.
+    `whole`: each process needs the whole weights between steps."""
     layout = Layout() if compute is None else compute.layout
     if compute is not None and not (generate and layout.axes):
         layout = layout.repeated(max(1, ranks.count() - generate))
@@ -126,7 +126,7 @@ def adaptable(facts: Facts, name: str, training: TrainingSettings | RolloutSetti
     lora, noise = config.method == "lora", isinstance(config, SftConfig) and config.neftune_alpha
     own = {"nf4": config.quantization == "nf4", "dora": lora and config.lora.dora, "dropout": lora and config.lora.dropout}
     used = {**own, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
-    # Policies and students sample answers, mostly from whole weights; adapters are merged into them.
+    # Policies and students sample answers, mostly from whole weights with merged adapters.
     used["whole"] = name != "model" or lora or bool(facts.inputs.get("tasks"))
     trained = training_memory(facts, name, training.optimizer, config.method, compute=training.compute, **used)
     return [*chat_template(facts, name), *trained, *config.unmet()]

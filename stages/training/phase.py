@@ -88,7 +88,6 @@ class Phase(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _until_replaces_steps(cls, values: Any) -> Any:
-        """Set `steps` to 0 if only `until` is given."""
         only_until = isinstance(values, Mapping) and values.get("until") is not None and "steps" not in values
         return {**values, "steps": 0} if only_until else values
 
@@ -110,11 +109,10 @@ class Phase(StageConfig):
         return {self.tokens, *(pair.tokens for pair in self.ramp if pair.tokens)}
 
     def _changes(self, row: int, before: int) -> tuple[list[tuple[int, int, int, Source]], int, int]:
-        """Return (first step, rows, length, tokens) of each part between changes, and the tokens read before the last part and its first
-        step. `row`: tokens of a row. `before`: tokens read before the phase."""
+        """Return (first step, rows, length, tokens) of each part between changes; the tokens read before the last part; and its first step.
+        `row`: tokens of a row. `before`: tokens read before the phase."""
         changes, step, read, rows = [(1, self.rows_per_step, min(self.length or row, row), self.tokens)], 1, before, self.rows_per_step
         for pair in self.ramp:
-            # A part begins with the first step that starts after `after_tokens` tokens.
             waited = max(0, -(-(pair.after_tokens - read) // (rows * row)))
             step, read, rows = step + waited, read + waited * rows * row, pair.rows
             source = pair.tokens or changes[-1][3]
@@ -132,7 +130,7 @@ class Phase(StageConfig):
             _, read, step = self._changes(row, before)
             steps = step - 1 - (read - self.until) // (self.full_rows * row)
             if self.until <= before:
-                raise PunaError(f"phase {self.name}: the run already has {before} tokens before it, not fewer than its until {self.until}")
+                raise PunaError(f"phase {self.name}: the run reads {before} tokens before it; until={self.until} must be more than that")
         try:
             return self.replace(steps=steps, until=None)
         except ValidationError as error:
@@ -171,8 +169,8 @@ class Phase(StageConfig):
 
 
 def control_phases(phases: Sequence[Phase], context: int) -> dict[str, tuple[Phase, ...]]:
-    """Return name → phases of control runs on as many tokens: `short_rows`, in rows of at most `context` tokens; `constant`, not annealed;
-    `fresh`, with new optimizer state in each phase; `natural`, which only reads other tokens. Omit those that change nothing."""
+    """Return name → phases of the control runs on equally many tokens: `short_rows`, in rows of at most `context` tokens; `constant`, not
+    annealed; `fresh`, with new optimizer state in each phase; `natural`, on other tokens. Omit controls that would change nothing."""
     *before, last = phases
     rate = last.schedule.replace(shape="constant", final_ratio=0, decay_steps=0, anneal_steps=0, average=0, ema=0)
     same = {"rope_theta": None, "rope_scaling": None, "accept": None}

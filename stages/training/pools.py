@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 TEXT_PER_TOKEN = 6
-"""Bytes of text to take per needed token, more than a token usually has, so that a pool is seldom too small."""
+"""Bytes of text to take per needed token: more than usual, so that a pool is seldom too small."""
 MOST_PER_TOKEN = 64
 """Upper bound on a long text's characters per token."""
 JOB_ROWS = 1 << 14
@@ -37,7 +37,7 @@ STEPS = 1024
 class Sizes:
     """The amounts of text, in tokens, that small runs need from each group.
 
-    `row`: length of a packed row. `document`: maximum tokens read from a document, so that a small run reads many documents."""
+    `row`: length of a packed row. `document`: maximum tokens read from a document; small runs should read many documents."""
 
     training: int
     heldout: int
@@ -115,7 +115,8 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode enough documents of each group, in hash order, for the small runs; return references. Raise PunaError for a group of one."""
+    """Encode enough documents of each group, in hash order, for the small runs; return references. Raise PunaError for a group with only
+    one document."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:
@@ -143,7 +144,6 @@ def _encode(part: Part, mixture: Artifact | None, last: dict[str, tuple[int, int
             "order": pa.array([order for order, _ in rows], pa.int64()),
             "id": pa.array([row.id for _, row in rows], pa.string()),
             "bytes": pa.array([min(len(row.text.encode()), most * TEXT_PER_TOKEN) for _, row in rows], pa.int64()),
-            # Include the end token only if it is within the limit.
             "tokens": pa.array([[vocabulary.begin, *ids, *vocabulary.end][:most] for ids in encodings], pa.list_(pa.int32())),
         }
     )
@@ -199,8 +199,7 @@ class Mixed:
     """Steps that draw rows from several readers in fixed shares.
 
     Row t comes from the reader that is farthest behind its share, so that the rows so far match the shares to about one row. The k-th row
-    of a reader is the same in every mixture with the same seed.
-    """
+    of a reader is the same in every mixture with the same seed."""
 
     readers: list[Reader]
     shares: np.ndarray[Any, np.dtype[np.float64]]

@@ -1,4 +1,4 @@
-"""Small training runs on one thread each, in parallel workers or, on a GPU, one after another in one process; results survive a crash."""
+"""Small training runs, in parallel on one thread each or, on a GPU, one after another in one process. Results survive a crash."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ def train_proxy(
 ) -> Proxy:  # fmt: skip
     """Train a model in place; return it with the cost. `lengths`: step → document lengths, for the cost; `state`: folder of checkpoints.
 
-    `moments`: the optimizer state to continue with; None: a new state. Raise PunaError if training diverges.
-    """
+    `moments`: the optimizer state to continue with; None: a new state. Raise PunaError if training diverges."""
     from puna.models import accounting
     from puna.models.training.loop import train
     from puna.models.training.objectives import LanguageModeling
@@ -87,9 +86,8 @@ def run_trials(
 ) -> Iterator[dict[str, Any]]:
     """Yield `make(*job, *shared, config, state)` for each job, in order, computed by the run's workers. A job starts with its trial number.
 
-    A trial runs on one thread. Its result survives a crash, and its training resumes from `state`, a folder of checkpoints. first, total:
-    number of earlier trials and of all trials, for progress. here: run all jobs one by one in this process (for a GPU).
-    """
+    A trial runs on one thread. Its result survives a crash, and its training resumes from `state`, a folder of checkpoints. `first`,
+    `total`: number of earlier trials and of all trials, for progress. `here`: run all jobs one by one in this process (for a GPU)."""
     arguments: tuple[Any, ...] = (make, (*shared, run.config), str(run.scratch))
     results = (_trial(job, *arguments) for job in jobs) if here else run.map(_trial, list(jobs), *arguments)
     for number, result in enumerate(results, first + 1):
@@ -103,7 +101,7 @@ def _trial(job: tuple[Any, ...], make: Callable[..., dict[str, Any]], shared: tu
 
 
 def cached_object(file: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object in `file`. If missing, first write `make(state)` to it. `state`: a temporary folder of checkpoints."""
+    """Return the JSON object in `file`. If the file is missing, first write `make(state)` to it; `state` is a folder for checkpoints."""
     state = file.with_suffix("")
     if not file.exists():
         write_text(file, json.dumps(make(state)))
@@ -125,7 +123,8 @@ def set_aside(tokens: Artifact, share: float, wanted: int) -> tuple[Packed, NDAr
 
 
 def resize(shape: ModelShape, width: int) -> ModelShape:
-    """Return the shape at another width: layers, heads and feed-forward in proportion, heads about as wide, or raise ValueError."""
+    """Return the shape at another width, with layers, heads and feed-forward in proportion and heads about as wide. Raise ValueError if the
+    shape cannot be resized."""
     share = width / shape.hidden_size
     heads = max(1, round(width / (shape.head_dim or shape.hidden_size // shape.num_attention_heads)))
     if width % (2 * heads):

@@ -41,7 +41,7 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
 
 
 def by_tier(row: dict[str, Any]) -> Tiers:
-    """Return a preference's answers in tiers of equals, best first: edited, chosen, others, rejected. Raise BadRow if a side is missing."""
+    """Return a preference's answers in tiers, best first: edited, chosen, others, rejected. Raise BadRow if a side is missing."""
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
         phrase = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
@@ -50,7 +50,7 @@ def by_tier(row: dict[str, Any]) -> Tiers:
 
 
 def by_label(row: dict[str, Any]) -> Tiers:
-    """Return a preference's good (also edited) and bad answers as two tiers, without those in between. Raise BadRow if neither is known."""
+    """Return a preference's good (also edited) and bad answers as two tiers, without those in between. Raise BadRow if both are missing."""
     (edited, best, worst), _ = _sides(row)
     if not best and not worst:
         raise BadRow("one_sided", f"row {row['id']}: neither a good nor a bad answer is known")
@@ -67,7 +67,7 @@ def _sides(row: dict[str, Any]) -> tuple[Tiers, Tiers]:
 
 
 class Ranked(NamedTuple):
-    """A prompt with the ranked answers of its preferences. `rows`: the preferences, one per group of the example."""
+    """A prompt with the ranked answers of its preferences. `rows`: the preferences, one per ranking (group) of the example."""
 
     example: Example
     rows: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class Ranked(NamedTuple):
 def render_ranked(
     tokenizer: Tokenizer, rows: Sequence[dict[str, Any]], limit: Limit, bad: BadRows, tiers_of: Callable[[dict[str, Any]], Tiers] = by_tier,
 ) -> list[Ranked]:  # fmt: skip
-    """Return an example per prompt with its preferences' ranked answers, or several if over `limit` tokens. `bad` drops unfit rows."""
+    """Return an example per prompt with its preferences' ranked answers, or several if they exceed `limit`. Unusable rows go to `bad`."""
     limit = limit._replace(what="the prompt with its answers")
     preferences = sorted(rows, key=lambda row: (row["prompt_id"], row["id"]))
     results: list[Ranked] = []
@@ -113,7 +113,7 @@ def order(difference: float) -> float:
 
 
 def pairs_of(example: Example, pairs: str) -> list[tuple[int, int]]:
-    """Return (better, worse) indices: answers of a ranking's best tier with answers of its worst tier (`best_worst`) or all other tiers."""
+    """Return (better, worse) indices of answers: the best tier of each ranking with its worst tier (`best_worst`) or all other tiers."""
     return [
         (better, worse)
         for tiers in example.groups

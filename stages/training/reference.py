@@ -39,8 +39,7 @@ class Reference:
     def of(self, model: Transformer, examples: Sequence[Example], note: str = "reference") -> list[list[float]]:
         """Return the sum of every answer's unmasked log-probs in nats, prompt by prompt; zeros if the loss needs no reference.
 
-        The model computes in the precision of training; otherwise ratios would contain bf16 rounding errors.
-        """
+        The model computes in the precision of training; otherwise ratios would contain bf16 rounding errors."""
         from puna.models.training.parallel.parallel import part_of
         from puna.models.training.trainer import computing_in
 
@@ -77,7 +76,7 @@ def sum_logprobs(
 
 def stored_logprobs(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:
     """Return answer id → log-probability under `model` in the training precision, as `reference_logprobs` stored it with `preferences`.
-    It is empty if training quantises the matrices, since the reference then has other values."""
+    Return nothing if training quantises the matrices, since the reference then has other values."""
     if config.quantization != "none":
         return {}
     name = name_of(model, config.mask_format, training_precision(config.training.compute, run))

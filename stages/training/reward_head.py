@@ -43,8 +43,7 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
 
     The penalty is the one in `PENALTIES` whose fits best predict left-out examples (ties go to the largest). Metrics: `penalty`, and with
     more than `FOLDS` examples `cross_validated_accuracy`: each pair is judged by a fit, penalty included, without its example's fold. The
-    baseline `cross_validated_longer_accuracy` prefers the longer answer.
-    """
+    baseline `cross_validated_longer_accuracy` prefers the longer answer."""
     import torch
 
     computed = answer_states(model, examples, micro_batch_tokens, run.progress, run.scratch / "states")
@@ -82,7 +81,6 @@ def fold_of_each(examples: Sequence[Example], generator: np.random.Generator) ->
 
 
 def _prompt_numbers(examples: Sequence[Example]) -> Tensor:
-    """Return the index of each example's prompt, int64; prompts are numbered by first appearance."""
     import torch
 
     numbers: dict[tuple[int, ...], int] = {}
@@ -134,10 +132,8 @@ def best_penalty(pairs: Pairs, scratch: Path | None = None) -> float:
 
 
 def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
-    """Return the share of left-out pairs in the right order, each judged by a fit, penalty included, to the other folds.
-
-    scratch: folder in which the fits are saved.
-    """
+    """Return the share of left-out pairs in the right order, each judged by a fit, penalty included, to the other folds. The fits are saved
+    in `scratch`."""
     right = 0.0
     for number in pairs.fold.unique().tolist():
         out = pairs.fold == number
@@ -170,9 +166,8 @@ def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
 def bradley_terry(differences: Tensor, weight: Tensor, penalty: float, state: Path | None = None) -> Tensor:
     """Return the head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
 
-    differences [M, D] float64: better minus worse; weight [M] float64. Newton's method with step halving; the minimum is unique. state:
-    folder in which the fit is saved, and from which it is resumed; raise ValueError if it holds a different fit.
-    """
+    `differences` [M, D] float64: better minus worse; `weight` [M] float64. The method is Newton's with step halving; the minimum is unique.
+    The fit is saved in the folder `state` and resumed from it; raise ValueError if the folder belongs to a different fit."""
     import torch
 
     share, head = weight / weight.sum(), differences.new_zeros(differences.shape[1])

@@ -58,7 +58,7 @@ class RewardSettings(StageConfig):
 class Rewards:
     """Rewards of answers to prompts, both as token ids: `gold` returns the verifiers' scores, `numbers` the reward models' outputs.
 
-    With both, the reward is the score times (`floor` + sigmoid(output - `center`)); if `watched`, it is the output alone."""
+    With both, the reward is score x (`floor` + sigmoid(output - `center`)); if `watched`, it is the output alone."""
 
     gold: Callable[[Ids, Completions], Parts] | None
     numbers: Scores | None
@@ -81,7 +81,8 @@ class Rewards:
         return {"score": scores, **parts}
 
     def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Return rewards centered on these answers' mean reward-model output, weighted by `gold`; unchanged without weights or outputs."""
+        """Return rewards whose `center` is the mean reward-model output of these answers, weighted by their verifier scores. Without scores
+        or outputs, return the rewards unchanged."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
@@ -94,8 +95,8 @@ def rewards_of(
     scorer: Scorer | None, reward_models: Sequence[Transformer | Parallel], rows: Sequence[dict[str, Any]], asked: Ids,
     tokenizer: Tokenizer, micro_batch_tokens: int, floor: float = 0.0, ensemble: Ensemble = "mean", steps: bool = False, first: bool = True,
 ) -> Rewards:  # fmt: skip
-    """Return rewards from the verifiers' scores, the reward models' outputs, or both. `asked`, `steps`: see `gold_of`. `first`: False on a
-    rank whose scores are not used, so that its verifiers are not run."""
+    """Return rewards from the verifiers' scores, the reward models' outputs, or both. `asked`, `steps`: see `gold_of`. `first`: False on
+    ranks that need not run the verifiers, since their scores are not used."""
     real = None if scorer is None else gold_of(scorer, rows, asked, tokenizer, steps)
     gold = real if first or real is None else lambda prompts, answers: {"verifier": [[0.0] * len(some) for some in answers]}
     return Rewards(gold, ensemble_of(reward_models, micro_batch_tokens, ensemble) if reward_models else None, floor)

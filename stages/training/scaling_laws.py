@@ -18,18 +18,17 @@ HUBER = 1e-3
 BUDGET = 1.5
 """Minimum ratio of two budgets in FLOPs; points whose FLOPs differ less may count as one budget."""
 JOINTS = (1.0, 0.1)
-"""Values of `joint` to try: 1 if parameters and tokens limit the loss independently; 0.1 if only the scarcer one does (Kaplan: .095)."""
+"""Values of `joint` to try: 1 if parameters and tokens limit the loss independently, 0.1 if only the scarcer one does (Kaplan: .095)."""
 FEWEST, SHAPES = 6, 3
-"""Minimum number of points to fit a surface's five parameters, and of shapes among them. Additional seeds of a point do not count."""
+"""Minimum numbers of points and of shapes for fitting a surface's five parameters. Additional seeds of a point do not count."""
 
 
 @dataclass(frozen=True)
 class Surfaces:
     """M laws L(N, D) = E + ((A / N^alpha)^(1/joint) + (B / D^beta)^(1/joint))^joint, in nats per token; each field is [M].
 
-    A joint of 1 is the law of Hoffmann et al. 2022, in which tokens help any model equally; near 0 tokens help less where parameters are
-    scarce, as in the law of Kaplan et al. 2020.
-    """
+    With `joint` 1, this is the law of Hoffmann et al. 2022, in which tokens help any model equally. Near 0, tokens help less if there are
+    few parameters, as in the law of Kaplan et al. 2020."""
 
     floor: Floats
     parameter_scale: Floats
@@ -50,8 +49,7 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
     """Return M surfaces fitted to losses [M, n] at parameters [n] and tokens [n]; all have the value of `joints` that fits losses[0] best.
 
     The sum of Huber losses of the log errors (Hoffmann et al. 2022) is minimised by IRLS with Levenberg-Marquardt steps: first losses[0]
-    from many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points.
-    """
+    from many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points."""
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)
     if len(n) < FEWEST:
@@ -74,7 +72,8 @@ def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Float
 
 
 EXPONENTS = (0.05, 0.5)
-"""Bounds of both exponents (published: .08 to .4). Else few points may also fit steep powers over a high floor, which forecast badly."""
+"""Bounds of both exponents (published: .08 to .4). Without them, few points may fit steep powers over a high floor, which forecast
+badly."""
 
 
 def _starts(level: float, joint: float) -> Floats:
@@ -178,7 +177,8 @@ class Points:
 
 @dataclass(frozen=True)
 class Backtest:
-    """A measured budget, forecast from lower points: its mean FLOPs, the highest FLOPs below it, the predicted and the measured loss."""
+    """A measured budget, forecast from lower points: its mean FLOPs, the highest FLOPs below it, the predicted loss and the measured
+    loss."""
 
     flops: float
     below: float
@@ -188,7 +188,7 @@ class Backtest:
     @property
     def slope(self) -> float:
         """Return |log(predicted / measured)| per unit of log FLOPs between this budget and the nearest below (at least log `BUDGET`)."""
-        # If the points below are just below the budget, the slope would be mostly noise.
+        # With a smaller distance, the slope would be mostly noise.
         return abs(math.log(self.predicted / self.measured)) / max(math.log(self.flops / self.below), math.log(BUDGET))
 
 
@@ -214,8 +214,7 @@ class Forecaster:
         """Return the forecast (loss, low, high) of a run.
 
         The interval covers the bootstrap's interval, the forecast without the lowest budget, and the largest error of the backtests, which
-        grows in proportion to the distance in log FLOPs from the largest run.
-        """
+        grows in proportion to the distance in log FLOPs from the largest run."""
         value, low, high = self.statistical(parameters, tokens)
         ends = [low, high]
         if self.dropped is not None:
@@ -233,7 +232,7 @@ def forecaster(points: Points, draws: int, generator: np.random.Generator) -> Fo
     surface = fit_surfaces(n, d, points.loss[None])
     fitted = surface(n, d)[0]
     residuals = np.log(points.loss / fitted)
-    # Five parameters are fitted to the points: widen the residuals for the lost degrees of freedom, and by Student's t.
+    # Residuals are widened for the five fitted parameters, and by Student's t.
     free = max(len(points) - 5, 1)
     residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / free) * student(free) / Z95
     errors, chance = generator.choice(residuals, (draws, len(points))), generator.choice(residuals, draws)
@@ -303,8 +302,7 @@ class Parabola:
 def parabolas(points: Points) -> list[Parabola]:
     """Return IsoFLOP parabolas at budgets of points, a factor of 1.4 or more apart, that three or more shapes reach (Llama 3, 3.2.1).
 
-    A shape's log loss is interpolated linearly in log FLOPs between its points, and constant for 9 % beyond its ends.
-    """
+    A shape's log loss is interpolated linearly in log FLOPs between its points, and constant for 9 % beyond its ends."""
     lines: list[Parabola] = []
     trunks = [points[points.parameters == size] for size in np.unique(points.parameters)]
     for level in np.sort(points.flops)[::-1]:

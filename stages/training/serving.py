@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True if `serving` sets at most speculate, memory and layout, without a draft. Raise PunaError if work cannot be shared."""
+    """True if `serving` changes at most speculate, memory and layout, and there is no draft. Raise PunaError if several processes cannot
+    share the work."""
     plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:
         raise PunaError(f"{run.stage}: several processes are not supported (untested) with a draft, offload, a window, weights in 8 bits "
@@ -36,7 +37,7 @@ def load_served(
 ) -> tuple[Transformer, Tokenizer, dict[str, Any]]:  # fmt: skip
     """Load a language model as configured by `serving`; return model, tokenizer and the engine's arguments.
 
-    With offloading, a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU the engine is exact if
+    With offloading, a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU, the engine is exact if
     possible, so that no answer depends on its batch or process. Raise PunaError if several processes cannot share the work."""
     from puna.kernels.exact import can_be_exact
     from puna.models.tokens.tokenizer import Tokenizer
@@ -70,7 +71,8 @@ class DealtEngine:
     def generate(
         self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return the answers of `Engine.generate`. Equal prompts go to the same process; otherwise they would get equal answers."""
+        """Return the answers of `Engine.generate`. Equal prompts go to the same process, since in different ones they would get equal
+        answers."""
         from puna.models.generation import Completion
 
         def generate(own: list[Sequence[int] | str]) -> list[list[Completion]]:

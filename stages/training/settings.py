@@ -63,8 +63,6 @@ class AdaptableConfig(AdapterConfig):
 
 
 class SftConfig(AdaptableConfig):
-    """Settings of supervised fine-tuning."""
-
     training: TrainingSettings = Field(
         TrainingSettings(), description="Optimisation; an example is one instruction, or several to one prompt: `answers_together`"
     )
@@ -93,8 +91,6 @@ class SftConfig(AdaptableConfig):
 
 
 class RewardModelConfig(AdaptableConfig):
-    """Settings of the reward model's training."""
-
     levels: tuple[Level, ...] = Field(CLEAR, min_length=1, description="Preference levels to train and evaluate on")
     nll_weight: float = Field(
         0.0, ge=0, description="Weight of the best answers' negative log-likelihood under the policy's head (GRM), which "
@@ -120,8 +116,6 @@ class RewardModelConfig(AdaptableConfig):
 
 
 class DpoConfig(AdaptableConfig):
-    """Settings of preference optimisation."""
-
     loss: str = Field(
         "sigmoid",
         description="Preference loss: sigmoid (DPO), robust, sigmoid_norm (by length), apo_zero, apo_down, ipo, hinge; without a reference "

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
-    """Return rows packed from documents (lists of token ids), in order: `tokens`, and for each piece `lengths` and `documents` (ids)."""
+    """Return rows packed from documents (lists of token ids), in order: `tokens`, and the `lengths` and `documents` (ids) of their
+    pieces."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     flat = tokens.flatten()
@@ -36,7 +37,6 @@ def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Arra
     total = int(ends[-1]) if len(ends) else 0
     cuts = np.arange(0, total + sequence_length, sequence_length).clip(max=total)
     cuts = np.unique(cuts) if total else np.zeros(1, np.int64)
-    # A piece ends where its document or row ends.
     borders = np.unique(np.concatenate([cuts, ends]))
     pieces = np.diff(borders, prepend=0)[borders > 0] if total else np.zeros(0, np.int64)
     stops = borders[borders > 0] if total else np.zeros(0, np.int64)
@@ -60,8 +60,7 @@ class Packed:
     starts   [P + 1], where each piece starts in `tokens`
     rows     [R + 1], the first piece of each row
     owners   [P], index into `ids` of each piece's document
-    largest  the largest token id that was read
-    """
+    largest  the largest token id that was read"""
 
     tokens: npt.NDArray[np.int32]
     starts: Ints
@@ -72,8 +71,8 @@ class Packed:
 
     @staticmethod
     def read(source: Artifact | pa.Table, file: Path | None = None) -> Packed:
-        """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, the ranks of a training run each write a
-        share of the tokens to it and memory-map them: they may exceed memory. Raise PunaError without rows or for bad `lengths`."""
+        """Return the rows of an artifact's table `tokens`, or of a table in memory. With `file`, each rank of a training run writes a share
+        of the tokens to it, and all ranks memory-map it. Raise PunaError without rows, or if `lengths` do not fit the tokens."""
         source_name = source.id if isinstance(source, Artifact) else "a pool"
         mesh = ranks.mesh()
         count, at = (1, 0) if file is None else (mesh.layout.processes, mesh.index)
@@ -135,9 +134,8 @@ class Packed:
     def validation(self, share: float, tokens: int) -> npt.NDArray[np.bool_]:
         """Return a mask [P] of the pieces held out for the validation loss.
 
-        They are all pieces of the documents with the smallest id hashes: at most `share` of all documents, until one copy of each adds up
-        to `tokens` tokens; at least one document. Raise PunaError if no other document remains.
-        """
+        They are all pieces of the documents with the smallest id hashes: enough for `tokens` tokens, counting one copy of each document,
+        but at most `share` of all documents and at least one. Raise PunaError if no other document remains."""
         order = sorted(range(len(self.ids)), key=lambda d: (rank("validation", self.ids[d]), self.ids[d]))
         once = self._first_copies()
         sizes = np.bincount(self.owners[once], weights=self.sizes[once], minlength=len(self.ids))
@@ -153,12 +151,12 @@ class Packed:
         """Return a mask [P] of every document's first copy: its pieces up to the first that does not continue in the next row."""
         first_of_row = np.zeros(len(self.owners) + 1, dtype=bool)
         first_of_row[self.rows] = True
-        # A piece continues in the next row if the next piece starts that row and belongs to the same document. Two copies may also meet at
-        # the end of a row: the second copy then counts as the end of the first, which is harmless.
+        # A piece continues in the next row if the next piece starts that row and belongs to the same document. If two copies meet at the
+        # end of a row, the second counts as the end of the first, which is harmless.
         goes_on = np.zeros(len(self.owners), dtype=bool)
         goes_on[:-1] = first_of_row[1:-1] & (self.owners[1:] == self.owners[:-1])
         ends = np.flatnonzero(~goes_on)
-        # Every document has an end: np.unique returns the first one of each, in the order of `ids`.
+        # np.unique returns the first end of each document, in the order of `ids`.
         return np.arange(len(self.owners)) <= ends[np.unique(self.owners[ends], return_index=True)[1]][self.owners]
 
     def validation_pieces(self, held: npt.NDArray[np.bool_]) -> list[Ints]:
@@ -171,9 +169,9 @@ class Packed:
 class Reader:
     """A reader of each training step's rows. It reads every row with a token to predict once per epoch, in a different order each epoch.
 
-    `excluded` [P] marks pieces that are left out. `join` consecutive rows make one longer row, in which a document cut between these rows
-    is whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a number of rows for each step.
-    `longest` gives a length for each step; a row's documents are cut at its multiples. PunaError is raised if no row remains."""
+    `excluded` [P] marks pieces to leave out. `join` consecutive rows make one longer row, in which a document cut between these rows is
+    whole again (`begin` is the token that starts every document). `growth` replaces `rows_per_step` with a number of rows for each step.
+    `longest` gives a length for each step; documents are cut at its multiples. The constructor raises PunaError if no row remains."""
 
     packed: Packed
     excluded: npt.NDArray[np.bool_]
@@ -273,7 +271,6 @@ def _pieces(source: Artifact | pa.Table) -> Iterator[Callable[[list[str]], pa.Ta
 
 
 def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of a row's documents, cut at multiples of `length` tokens in the row."""
     cuts, at = [], 0
     for start, stop in row:
         while start < stop:
@@ -284,8 +281,8 @@ def _cut(row: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
 
 
 def total_nats(model: Transformer, rows: Iterable[Targets]) -> tuple[float, int]:
-    """Return the cross-entropy summed over all targets of packed rows, in nats, and the number of targets. If ranks hold the model in
-    pieces, all must call this together."""
+    """Return the cross-entropy summed over all targets of packed rows, in nats, and the number of targets. If the model is divided among
+    ranks, all must call this together."""
     import torch
 
     from puna.models.training.objectives.base import target_logprobs

@@ -44,8 +44,7 @@ class Example:
     """One prompt with its answers as token ids.
 
     masks   per answer token, True if it counts in the preference term or, in a conversation to learn, in the loss
-    groups  rankings of answers, as indices: a ranking is a list of tiers of equally good answers, best tier first
-    """
+    groups  rankings of answers, as indices: a ranking is a list of tiers of equally good answers, best tier first"""
 
     prompt: list[int]
     answers: list[list[int]]
@@ -59,8 +58,7 @@ class Example:
 def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequence[Sequence[Message]]]) -> Example:
     """Return a row's context and ranked answers, tokenized. Answer tokens that only the chat template adds are masked.
 
-    `groups`: tiers of equals, best first. An answer ends in its stop token unless it has `finished: false`. Raise BadRow on failure.
-    """
+    `groups`: rankings (see `Example`). An answer ends in its stop token unless it has `finished: false`. Raise BadRow on failure."""
     context, tools = messages_of(row), tools_of(row)
     with rendering(row):
         answers = [answer for tiers in groups for tier in tiers for answer in tier]
@@ -79,8 +77,7 @@ def render(tokenizer: Tokenizer, row: Mapping[str, Any], groups: Sequence[Sequen
 def render_conversation(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Example]:
     """Return a conversation, tokenized for learning the assistant's turns and their end tokens; tokens between the turns are masked.
 
-    There are several examples if the template renders earlier answers differently once a later turn follows. Raise BadRow on failure.
-    """
+    There are several examples if the template renders an answer differently when a later turn follows. Raise BadRow on failure."""
     with rendering(row):
         rows = tokenizer.render(messages_of(row), tools_of(row))
     results = []
@@ -94,10 +91,8 @@ def by_answer(
     examples: Sequence[Example], micro_batch_tokens: int, compute: Callable[[list[Example]], torch.Tensor],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return a tensor for each example, with one row per answer. `compute` is called with the examples of one packed row.
-
-    `progress` gets (number of finished examples, number of all examples).
-    """
+    """Return a tensor for each example, with one row per answer. `compute` is called with the examples of one packed row, `progress` with
+    the numbers of finished and of all examples."""
     values: dict[int, torch.Tensor] = {}
     for row in pack([len(example) for example in examples], micro_batch_tokens):
         values |= zip(row, compute([examples[i] for i in row]).split([len(examples[i].answers) for i in row]), strict=True)
@@ -123,7 +118,7 @@ def heldout_prompts(prompts: Artifact) -> dict[str, list[dict[str, Any]]]:
         if row["split"] == "heldout":
             tasks.setdefault(row["task"], []).append(row)
     if not tasks:
-        raise PunaError(f"{prompts.id} has no held-out prompts")
+        raise PunaError(f"{prompts.id} has no held-out prompts; hold out some of its prompts")
     return tasks
 
 
@@ -226,9 +221,7 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
 
 def load_grown(artifact: Artifact, tokenizer: Artifact, layout: Layout | None = None) -> Transformer:
     """Return a language model with embeddings for the tokens that `tokenizer` adds. Raise PunaError if the tokenizers differ otherwise.
-
-    layout: see `load_model`.
-    """
+    `layout`: see `load_model`."""
     from puna.models.tokens.growth import grown_model
 
     network, own = load_model(artifact, "lm", layout=layout)
@@ -252,8 +245,7 @@ def fit(
 ) -> list[dict[str, float]]:  # fmt: skip
     """Train with Puna's loop; save checkpoints in the run's scratch folder and the log in the table `training_log`. Return the log.
 
-    `scales`: parameter name → learning rate factor. `sampled`: batches depend on weights. Raise PunaError on divergence.
-    """
+    `scales`: parameter name → learning rate factor. `sampled`: batches depend on weights. Raise PunaError on divergence."""
     from puna.models.training.loop import train
 
     def on_step(row: dict[str, float]) -> None:
@@ -314,8 +306,8 @@ def report_ends(log: Sequence[dict[str, float]], names: Sequence[str], run: Stag
 
 
 def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the model and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters. Weights that the ranks
-    hold in pieces are collected one by one, which all ranks must do together."""
+    """Write the model and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters. If the model is
+    divided among ranks, all must call this together."""
     from puna.models.formats.checkpoint import save
     from puna.models.formats.quantised import Nf4Linear, merge
     from puna.models.training.parallel.base import whole_weights

@@ -81,16 +81,15 @@ def train_reward(model: Transformer, examples: Sequence[Example], tokenizer: Any
 def train_dpo(model: Transformer, examples: Sequence[Example], tokenizer: Any, config: DpoConfig, run: StageRun) -> Transformer:
     """Return the model trained by TRL's DPOTrainer with a preference term and a likelihood term (TRL's loss `sft`).
 
-    The reference is a copy of the policy, or with LoRA the policy without adapters. The likelihood term is a mean over tokens. TRL uses one
-    mask for both terms: with `mask_format`, the likelihood term also leaves out the chat template's tokens.
-    """
+    The reference is a copy of the policy or, with LoRA, the policy without adapters. The likelihood term is a mean over tokens. TRL uses
+    one mask for both terms: with `mask_format`, the likelihood term also leaves out the chat template's tokens."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     from puna.models.formats.hub import PunaForCausalLM
 
     class PreparedDPOTrainer(DPOTrainer):
-        """A DPOTrainer for rows that already hold token ids."""
+        """A DPOTrainer for rows of token ids."""
 
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset
@@ -208,8 +207,7 @@ class Recorder:
     """The record of one training run: a row per step, and the training state, saved at the times chosen by `Saver`.
 
     The state is tensors and JSON, as in Puna's own loop; TRL's checkpoints are pickles, which Puna does not store. `Recorder` is a callback
-    without transformers' base class, because all commands import this file but should not import transformers.
-    """
+    without transformers' base class, because all commands import this file, and most should not import transformers."""
 
     def __init__(self, trainer: Any, identity: Mapping[str, Any], save_seconds: float, run: StageRun) -> None:
         self.rows: list[dict[str, float]] = []
@@ -320,7 +318,6 @@ class Recorder:
 
 
 def _random() -> list[Tensor]:
-    """Return the states of the random generators, the CPU's first."""
     import torch
 
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]

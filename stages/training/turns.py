@@ -54,8 +54,8 @@ def with_tools(row: dict[str, Any], names: Sequence[ToolName]) -> dict[str, Any]
 def in_turns(
     rows: Sequence[dict[str, Any]], asked: Sequence[list[int]], tokenizer: Tokenizer, config: TurnsConfig, means: Tools, where: str
 ) -> Callable[..., list[list[Completion]]]:
-    """Return a function that answers prompts, `rows` with token ids `asked`, in up to `config.turns` turns. Raise PunaError if nothing
-    replies between the turns, or if programs cannot be isolated."""
+    """Return a function that answers the prompts `rows` (token ids: `asked`) in up to `config.turns` turns. Raise PunaError if neither
+    tools nor verifiers reply between the turns, or if programs cannot be isolated."""
     from puna.models.generation.turns import converse
 
     turns = config.turns
@@ -158,7 +158,7 @@ class Replies:
         return [self._tokens(*pair, messages) if messages else None for pair, messages in zip(answers, chain(*done), strict=True)]
 
     def _tokens(self, prompt: list[int], answer: Completion, messages: list[Message]) -> tuple[list[int], list[Message]] | None:
-        """Return a reply's token ids and messages; None if the answer was truncated, that is, lacks the token that ends a turn."""
+        """Return a reply's token ids and messages; None if the answer lacks the token that ends a turn, and so was truncated."""
         row = self.rows[tuple(prompt)]
         with rendering(row):
             stop, ids = self.tokenizer.reply(messages, tools_of(row))

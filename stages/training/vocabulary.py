@@ -1,4 +1,4 @@
-"""Loading of an artifact's tokenizer, and a check of which tokenizer made a tokens artifact."""
+"""Loading of an artifact's tokenizer, and a check that tokens were made by a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-"""Files of a tokenizer artifact; a model artifact holds them, too."""
+"""Files of a tokenizer artifact, also in a model artifact."""
 
 
 @lru_cache(maxsize=2)

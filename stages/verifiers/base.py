@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class Question(NamedTuple):
     """The part of a prompt that a verifier sees: id, task, text, and the gold answer (`reference`), if there is one.
 
-    `messages`: the turns of the conversation, each with role and content; if empty, `text` is the only user message.
-    """
+    `messages`: the turns of the conversation, each with role and content; if empty, `text` is the only user message."""
 
     id: str
     task: str
@@ -34,8 +33,7 @@ class Question(NamedTuple):
 class Score:
     """The quality of an answer, 0 to 1, and a note for readers. `value` None: the answer could not be scored.
 
-    `steps`: for each step of an answer in order, the index after its last character, and its reward, 0 to 1 (`grpo.credit`).
-    """
+    `steps`: for each step of an answer in order, the index after its last character, and its reward, 0 to 1 (`grpo.credit`)."""
 
     value: float | None
     detail: str = ""
@@ -57,15 +55,13 @@ class Item(NamedTuple):
 class Verifier(StageConfig):
     """The base class of all verifiers: its fields are the parameters in a prompt's JSON, and `score` scores one answer.
 
-    Verifiers with equal settings share one instance, so a `functools.cached_property` can hold costly state. Unless `score_many` is
-    overridden, `score` runs in a separate process, which is killed if an answer takes too long. An exception becomes a score of None.
-    """
+    Verifiers with equal settings share one instance, so costly state can be a `functools.cached_property`. Unless `score_many` is
+    overridden, `score` runs in a separate process, which is killed if an answer takes too long. An exception becomes a score of None."""
 
     name: ClassVar[str]
     stepwise: ClassVar[bool] = False  # True if its scores have `steps`
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return the score of one answer."""
         raise NotImplementedError(f"{type(self).__name__} has no method score")
 
     def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:
@@ -127,7 +123,8 @@ def attempt(item: Item) -> Score:
 
 
 def check_score(score: Score, name: str) -> Score:
-    """Return a valid score (value and rewards from 0 to 1) with its detail truncated to `DETAIL`, else a score of None with the reason."""
+    """Return a valid score (value and rewards from 0 to 1) with its detail truncated to `DETAIL`; for another, a score of None with the
+    reason."""
     value = score.value if isinstance(score, Score) else score
     if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
         return Score(None, f"{name} returned {value!r}, not a Score from 0 to 1"[:DETAIL])

@@ -97,7 +97,7 @@ def _language(text: str) -> str | None:
     text = " ".join(text.split())
     if not any(c.isalpha() for c in text):
         return None
-    # The classifier takes text in capitals for another language.
+    # The classifier misidentifies text in capitals.
     ((_, label),) = lid().f.predict(text.lower() if text.isupper() else text, 1, 0.0, "strict")
     return str(label).removeprefix("__label__")
 
@@ -261,8 +261,7 @@ class Constraints(BoundedVerifier):
     """Score 1 if the answer follows all instructions, else 0; with `partial`, the share of instructions that it follows.
 
     `instruction_id_list` and `kwargs` are the fields of a row in IFEval's file (Zhou et al., arXiv 2311.07911), unchanged. An empty answer
-    follows no instruction. For sentences and languages, Puna's rules and classifier differ from IFEval's NLTK and langdetect.
-    """
+    follows no instruction. For sentences and languages, Puna's rules and classifier differ from IFEval's NLTK and langdetect."""
 
     name: ClassVar[str] = "constraints"
 

@@ -15,10 +15,9 @@ from puna.stages.verifiers.registry import register
 
 @register
 class Guess(BoundedVerifier):
-    """Score 1 if the last turn is the number, else 0. Replies to earlier turns say whether the number is higher or lower.
+    """Score 1 if the last turn is the number, else 0. Replies to earlier turns say if the number is higher or lower.
 
-    With `hints` false, the replies only say that a guess is wrong, as a control for what a model learns from hints.
-    """
+    With `hints` false, the replies only say that a guess is wrong, as a control for the effect of hints."""
 
     name: ClassVar[str] = "guess"
 
@@ -45,8 +44,7 @@ class Guess(BoundedVerifier):
 class Chain(BoundedVerifier):
     """Score 1 if the lines, one per operation, end in the correct running values of an arithmetic chain, else 0.
 
-    The chain is computed from left to right. Each line is a step, with reward 1 if its last number is right; see `grpo.credit`.
-    """
+    The chain is computed from left to right. Each line is a step, with reward 1 if its last number is right; see `grpo.credit`."""
 
     name: ClassVar[str] = "chain"
     stepwise: ClassVar[bool] = True

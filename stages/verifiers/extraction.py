@@ -14,8 +14,7 @@ QUOTES = {'"': '"', "'": "'", "`": "`", "“": "”", "‘": "’", "«": "»"}
 def final_answer(text: str) -> str | None:
     r"""Return the last answer that the text marks as final, without the marks; None if no answer is marked.
 
-    Precedence: answer tags, \boxed{}, `#### …` (as in GSM8K), "the answer is …" (to the end of its line, without a full stop).
-    """
+    Precedence: answer tags, \boxed{}, `#### …` (as in GSM8K), "the answer is …" (to the end of its line, without a full stop)."""
     if tagged := TAG.findall(text):
         return str(tagged[-1]).strip()
     if (inside := boxed_text(text)) is not None:
@@ -34,7 +33,7 @@ def boxed_text(text: str) -> str | None:
             depth += (text[at] == "{") - (text[at] == "}")
             if depth == 0:
                 return text[start + len("\\boxed{") : at]
-        if text.count("\\boxed{") > 100:  # give up, since each search for a closing brace reads to the end
+        if text.count("\\boxed{") > 100:  # bounds the time, since each search for a closing brace reads to the end
             return None
         start = text.rfind("\\boxed{", 0, start)
     return None

@@ -128,11 +128,11 @@ def _unresolved_reference(schema: Any, validator: Any) -> str | None:
 
 
 VALUES = ("enum", "const", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are data, not schemas."""
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies")
 """Keywords whose values' keys are names."""
 BESIDE = ("$defs", "definitions", "then", "else", "minContains", "maxContains", "required")
-"""Keywords that act through others (`required`: in draft 3)."""
+"""Keywords that affect only other keywords (`required`: in draft 3)."""
 
 
 def _keywords(schema: Any, known: Container[str], named: bool = False) -> Iterator[tuple[str, Any]]:

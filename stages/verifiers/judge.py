@@ -1,4 +1,4 @@
-"""`judge`: a language model's grade by a rubric; and grades of instructions for quality, difficulty and number of intentions."""
+"""`judge`: a language model's grade by a rubric; also grades of instructions for quality, difficulty and number of intentions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Judge(Verifier):
     """Score by a language model: the mean of its grades, weighted by their probabilities, as a share of the highest grade.
 
     Scoring takes one forward pass without sampling, as in G-Eval (Liu et al., arXiv 2303.16634, section 2), so scores are not limited to
-    whole grades. For a judge without `model`, the model at `scoring.endpoint`, if given, writes one grade instead.
-    """
+    whole grades. For a judge without `model`, the model at `scoring.endpoint`, if given, writes one grade instead."""
 
     name: ClassVar[str] = "judge"
 
@@ -39,7 +38,6 @@ class Judge(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if a judge's model is missing, or if its tokenizer does not distinguish the grades."""
         for model, top in {(v.model, v.max_grade) for v in verifiers if isinstance(v, Judge)}:
             if model is None and tools.endpoint is not None:
                 continue
@@ -158,8 +156,7 @@ class JudgeSettings(StageConfig):
 class Graded(NamedTuple):
     """Grades by instruction id: the share of points, the ids with the top grade, and the difficulty from 0 to 1.
 
-    Instructions too long for the judge are left out. `scores`: rows of the side table `scores`.
-    """
+    Instructions too long for the judge are left out. `scores`: rows of the side table `scores`."""
 
     quality: dict[str, float]
     full: set[str]
@@ -173,8 +170,7 @@ def grade(rows: Sequence[dict[str, Any]], judge: Loaded, settings: JudgeSettings
     As in Llama 3 (section 4.2.3): points for accuracy, instruction following and tone or, if the answer has code, for freedom from bugs and
     for the user's intention; three levels of difficulty; and the number of intentions (Instag, arXiv 2308.07074, but without tags). With
     `settings.difficulty`, difficulty is the mean of level and number, as shares of their maxima; else there is none. Metrics: `unjudged`,
-    and `judge_answers`, the mean probability that the answer is a grade; if it is low, the judge misunderstands the question.
-    """
+    and `judge_answers`, the mean probability that the answer is a grade; if it is low, the judge misunderstands the question."""
     messages = {row["id"]: messages_of(row) for row in rows}
     questions = {name: as_text(turns[:-1]) for name, turns in messages.items()}
     texts = {name: as_text(turns[-1:]) for name, turns in messages.items()}

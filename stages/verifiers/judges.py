@@ -46,7 +46,7 @@ class Judges:
         matches = [artifact for artifact in self._artifacts if artifact.data_digest.startswith(name)]
         if len(matches) != 1:
             names = ", ".join(artifact.data_digest[:12] for artifact in self._artifacts) or "none"
-            raise PunaError(f"verifier {verifier}: no one model of the input `judges` has the data digest {name}…; given: {names}")
+            raise PunaError(f"verifier {verifier}: not exactly one model of the input `judges` has the data digest {name}…; given: {names}")
         judge = self._load(matches[0])
         if judge.model.head != head:
             raise PunaError(f"verifier {verifier}: {matches[0].id} is {HEADS[judge.model.head]}; it needs {HEADS[head]}")

@@ -19,8 +19,7 @@ LONGEST = 10_000  # maximum number of characters of an answer that `numbers` rea
 class Numbers(BoundedVerifier):
     """Score 1 if the answer is `count` whole numbers with the required bounds, order, remainder and digits, else 0.
 
-    Numbers are separated by white space or commas; the answer may contain nothing else. With an order, no number may repeat.
-    """
+    Numbers are separated by white space or commas; the answer may contain nothing else. With an order, no number may repeat."""
 
     name: ClassVar[str] = "numbers"
 
@@ -68,8 +67,7 @@ class Choice(BoundedVerifier):
     """Score 1 if the answer chooses a right option, else 0.
 
     The answer, or its marked final answer, must be or start with an option's label or text: `B`, `(B) Lima`, `B. Because`, `Lima`. A label
-    of one letter must be followed by punctuation or a line end, since `A dog` starts with an article.
-    """
+    of one letter must be followed by punctuation or a line end, since `A dog` starts with an article."""
 
     name: ClassVar[str] = "choice"
 

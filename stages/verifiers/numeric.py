@@ -38,8 +38,7 @@ class Numeric(BoundedVerifier):
     r"""Score 1 if the answer's number equals the expected number within the larger of the two tolerances, else 0.
 
     Numbers are read exactly: thousands separators, decimal point or comma, exponents, powers (`10^5`), `3/4`, `1 1/2`, `\frac{3}{4}`,
-    `2 \times 10^3`. The number is read from the marked final answer, else from the whole answer.
-    """
+    `2 \times 10^3`. The number is read from the marked final answer, else from the whole answer."""
 
     name: ClassVar[str] = "numeric"
 
@@ -63,7 +62,7 @@ class Numeric(BoundedVerifier):
     @model_validator(mode="after")
     def _answer_is_a_number(self) -> Numeric:
         if self.answer is not None and self._number(str(self.answer)) is None:
-            raise ValueError(f"answer {self.answer!r} holds no number")
+            raise ValueError(f"answer {self.answer!r} contains no number; give one")
         return self
 
     @cached_property
@@ -94,7 +93,7 @@ class Numeric(BoundedVerifier):
         text = reference_of(self, None if self.answer is None else str(self.answer), question)
         number = self._number(text)
         if number is None:
-            raise PunaError(f"prompt {question.id}: its reference {text[:80]!r} holds no number for the verifier numeric")
+            raise PunaError(f"prompt {question.id}: its reference {text[:80]!r} contains no number for the verifier numeric")
         return number
 
     def _number(self, text: str) -> Fraction | None:

@@ -28,11 +28,10 @@ class Code(Verifier):
     """Score 1 if the program passes all tests, else 0; with `partial`, the share of the tests that it passes.
 
     The program is `prefix` plus the answer's code: its fenced blocks marked as Python, else its last fenced block, else the whole answer.
-    A block whose closing fence is missing counts only if there is no closed block of its kind.
-    Tests are pieces of Python that use the program's names and fail by an exception, like HumanEval's `check(candidate)` and MBPP's
-    assertions. They run in another process, which the program cannot read or write; results of the program reach it as plain data. A
-    program that ends before its tests or exceeds its limits passes none. Only the standard library can be imported.
-    """
+    A block without a closing fence counts only if there is no closed block of its kind. Tests are pieces of Python that use the program's
+    names and fail by an exception, like HumanEval's `check(candidate)` and MBPP's assertions. They run in another process, which the
+    program cannot read or write; results of the program reach it as plain data. A program that ends before its tests or exceeds its limits
+    passes none. Only the standard library can be imported."""
 
     name: ClassVar[str] = "code"
 
@@ -43,7 +42,6 @@ class Code(Verifier):
 
     @classmethod
     def prepare(cls, verifiers: Sequence[Verifier], tools: Tools) -> None:
-        """Raise PunaError if programs cannot be isolated."""
         sandbox.mode()
 
     @classmethod
@@ -52,7 +50,6 @@ class Code(Verifier):
         return [score for scores in tools.run.map(_run_chunk, chunks(jobs, AT_ONCE), tools.config) for score in scores]
 
     def score(self, question: Question, answer: str) -> Score:
-        """Return the score of one answer, within the default limits."""
         return _run_chunk([(self, answer)], ScoringConfig())[0]
 
 
@@ -86,8 +83,7 @@ class PythonFunction(Verifier):
     """Score by a function's result: True or False, a number from 0 to 1, a pair of number and detail, or a `Score`.
 
     The function is called as `function(answer, **parameters)`, plus `prompt`, `reference` and `task` if it has these parameters. It runs in
-    a separate process, which is killed if an answer takes too long. This process is not a sandbox.
-    """
+    a separate process, which is killed if an answer takes too long but is not a sandbox."""
 
     name: ClassVar[str] = "python"
 

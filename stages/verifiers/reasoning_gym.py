@@ -98,8 +98,7 @@ PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0
 class ReasoningGym(Verifier):
     """Score by the generator's scorer, run on the whole answer if that is right or marks no final answer, else on the marked final answer.
 
-    reasoning-gym lowers the score of long texts: "The answer is -4" would get .125 although it is right.
-    """
+    The scorer alone lowers the score of long texts: "The answer is -4" would get .125 although it is right."""
 
     name: ClassVar[str] = "reasoning_gym"
 
@@ -114,7 +113,6 @@ class ReasoningGym(Verifier):
 
     @model_validator(mode="after")
     def _entry_is_plain(self) -> ReasoningGym:
-        """Raise ValueError if the scorer would evaluate an entry that is more than a plain value."""
         about = self.entry.get("metadata")
         metadata = about if isinstance(about, dict) else {}
         for text in (self.entry.get("answer"), metadata.get("integrand")):
@@ -139,7 +137,6 @@ class ReasoningGym(Verifier):
         return Score(float(self.dataset.score_answer(answer, self.entry)))
 
     def _refusal(self, text: str) -> str:
-        """Return why the scorer must not evaluate the text, or ""."""
         try:
             if self.generator in FORMULAS:
                 check_formula(text)
@@ -154,8 +151,7 @@ class ReasoningGym(Verifier):
 def generator(task: str, parameters: str, seed: int = 0, size: int = 1) -> ProceduralDataset:
     """Return reasoning-gym's generator `task` with its parameters (JSON), which draws entry i from `seed + i`.
 
-    Raise PunaError for an unknown task, or an unknown or invalid parameter.
-    """
+    Raise PunaError for an unknown task, or an unknown or invalid parameter."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

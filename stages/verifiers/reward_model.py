@@ -19,8 +19,7 @@ class RewardModel(Verifier):
     """Score by `sigmoid((reward - center) / scale)`.
 
     With the defaults, this is the Bradley-Terry probability that the answer is preferred to an answer with reward 0. The answer is scored
-    as a finished turn. The score is None if the chat template rejects the answer, or if it exceeds the context.
-    """
+    as a finished turn. The score is None if the chat template rejects the answer, or if it exceeds the context."""
 
     name: ClassVar[str] = "reward_model"
 

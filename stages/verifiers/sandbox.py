@@ -61,8 +61,7 @@ class Outcome:
     results  per test None (passed) or the error; None if the run was refused, or ended before all tests did
     ended    why the run ended early, such as "time", "time by the clock", "memory", "signal 9"; otherwise empty
     output   the first 64 KiB of text printed by the program and the tests
-    refused  why the sandbox could not run the program; otherwise empty
-    """
+    refused  why the sandbox could not run the program; otherwise empty"""
 
     results: list[str | None] | None
     ended: str
@@ -74,8 +73,8 @@ class Outcome:
 def mode() -> Mode:
     """Return how this machine isolates programs, after a trial run. Raise PunaError if isolation fails.
 
-    An isolated program has no network, leaves no process, and reads only its own files and those of the interpreter and system libraries.
-    """
+    An isolated program has no network, leaves no process, and reads only its own files and those of the interpreter and system
+    libraries."""
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
     way: Mode = "root" if os.getuid() == 0 else "user"
@@ -220,7 +219,7 @@ def group(memory_bytes: int) -> Iterator[Group | None]:
 
 
 def _beside() -> Path | None:
-    """Return the parent of this process's cgroup, or the root cgroup itself, if it allows children with memory limits; else None."""
+    """Return a cgroup that allows children with memory limits: the parent of this process's cgroup, or the root cgroup; else None."""
     with contextlib.suppress(OSError):
         own = next((line[3:] for line in Path(OWN).read_text().splitlines() if line.startswith("0::")), None)
         if own is None or ".." in own:

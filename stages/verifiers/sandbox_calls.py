@@ -40,8 +40,7 @@ def refuse_calls() -> None:
 
     Raise OSError if this fails. All shared mappings are forbidden, because their pages remain after a process unmaps them. Only Unix
     sockets are allowed: sockets of virtual machines (vsock) ignore namespaces and reach the host. No process may change its action for
-    SIGCHLD: if it ignored the signal, the kernel would not count the CPU time of its ended children.
-    """
+    SIGCHLD: if it ignored the signal, the kernel would not count the CPU time of its ended children."""
     machine = os.uname().machine
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}")

@@ -38,8 +38,7 @@ INODE_BYTES = 1024
 class Job(TypedDict):
     """A job: the program's isolation and limits. `user`: the program's user id; `socket_bytes`: default buffer of a Unix socket.
 
-    `groups`: descriptor of `cgroup.procs`, through which a process joins the cgroup that limits its memory; empty without a cgroup.
-    """
+    `groups`: descriptor of `cgroup.procs`, through which a process joins the cgroup that limits its memory; empty without a cgroup."""
 
     report: int
     mode: str
@@ -190,7 +189,6 @@ def watch(tester: int, program: int, read: int, job: Job) -> dict[str, object]:
 
 
 def _how(status: int) -> str:
-    """Return the signal or exit status that ended a process, as text; empty for exit status 0."""
     if os.WIFSIGNALED(status):
         return f"signal {os.WTERMSIG(status)}"
     return f"exit status {os.WEXITSTATUS(status)}" if status else ""

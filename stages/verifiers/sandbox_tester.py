@@ -83,7 +83,8 @@ class Link(Peer):
         return [packing.encode(next(kinds)), packing.encode([str(part) for part in error.args]), "", "", None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        """Return the program's exception: a RuntimeError for `STOPS` unless `function` is `next`, an Exception if it cannot be built."""
+        """Return the program's exception: a RuntimeError for `STOPS` unless `function` is `next`; an Exception if its class cannot be
+        built."""
         kind, args, text, where, itself = [self.decode(part, objects) for part in described]
         if not issubclass(kind, BaseException):
             raise TypeError("no error")
@@ -289,8 +290,7 @@ class Names(dict[str, Any]):
     """A namespace for names that the tests do not define: builtins, then the prefix's, then standard modules, then the program's.
 
     If the tests call exactly one builtin function and no other name is the program's, that function is the program's (`sum` in MBPP). A
-    standard module's name followed by a dot means the module, even if the program uses the name.
-    """
+    standard module's name followed by a dot means the module, even if the program uses the name."""
 
     def __init__(self, link: Link, prefix: str, tests: list[str], names: dict[str, Any]) -> None:
         super().__init__(vars(builtins))

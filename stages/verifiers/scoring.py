@@ -1,4 +1,4 @@
-"""Scores of answers from each prompt's verifier. Verifiers that do not override `score_many` run in a process with a time limit."""
+"""Scores of answers by the prompts' verifiers. Verifiers that do not override `score_many` run in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class Scorer:
     """A scorer of answers to a stage's prompts.
 
     The constructor raises PunaError if a prompt's verifier is invalid, or needs a model that is not in `judges` or a sandbox that this
-    machine lacks. With `needed`, the beginning of the error, it also raises PunaError if a prompt has no verifier.
-    """
+    machine lacks. With `needed`, the beginning of the error, it also raises PunaError if a prompt has no verifier."""
 
     def __init__(
         self, prompts: Sequence[Row], config: ScoringConfig, run: StageRun, judges: Sequence[Artifact] = (), *, needed: str | None = None
@@ -107,8 +106,7 @@ class Scorer:
 def verifiers_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:
     """Return the (module, symbol) of verifiers in the input `prompts`; scoring stages declare this function as `named`.
 
-    Raise DamagedArtifact for a damaged input. Invalid verifiers are skipped here; a stage that scores with one reports it with its prompt.
-    """
+    Raise DamagedArtifact for a damaged input. Invalid verifiers are skipped; a stage that scores with one reports it with its prompt."""
     pairs: set[tuple[str, str]] = set()
     for prompts in inputs["prompts"]:
         assert isinstance(prompts, Artifact)
@@ -160,7 +158,6 @@ def combine(verifier: Verifier, following: Callable[[], Score]) -> Score:
 
 
 def _verifier(row: Row) -> Verifier:
-    """Return a prompt's verifier, checked against the prompt. If either is invalid, raise PunaError with the prompt's id."""
     try:
         verifier = from_text(row["verifier"])
         verifier.check(question_of(row))

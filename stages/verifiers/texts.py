@@ -17,8 +17,7 @@ from puna.stages.verifiers.registry import register
 class Exact(BoundedVerifier):
     """Score 1 if the answer, or with `extract` its marked final answer, is one of the expected texts, else 0.
 
-    White space around a text is ignored; Unicode is normalised (NFC).
-    """
+    White space around a text is ignored; Unicode is normalised (NFC)."""
 
     name: ClassVar[str] = "exact"
 
@@ -55,8 +54,7 @@ class Exact(BoundedVerifier):
 class RegularExpression(BoundedVerifier):
     """Score 1 if the pattern matches the answer (with `absent`: if it does not), else 0.
 
-    The syntax is RE2's: like Python's, but without look-around and back-references, which cannot be matched in linear time.
-    """
+    The syntax is RE2's: like Python's, but without look-around and back-references, which cannot be matched in linear time."""
 
     name: ClassVar[str] = "regex"
 

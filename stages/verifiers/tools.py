@@ -1,8 +1,7 @@
 """Tools that a model may call between its turns: a calculator, and Python in the sandbox.
 
 A call is JSON with `name` and `arguments`, in `<tool_call>` tags (Hermes, Qwen, SmolLM) or as the whole turn (Llama 3.1, which writes
-`parameters` instead). If a call fails, the model gets the error as the result.
-"""
+`parameters` instead). If a call fails, the model gets the error as the result."""
 
 from __future__ import annotations
 

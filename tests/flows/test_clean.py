@@ -78,7 +78,7 @@ def test_an_address_that_rows_lack_is_not_used(tmp_path: Path) -> None:
 def test_rows_without_text_name_their_fields(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1, "b": "x"}\n')
-    with pytest.raises(PunaError, match=r"no field holds text; it has a, b\. Name it with --columns"):
+    with pytest.raises(PunaError, match=r"no field contains text; it has a, b\. Name it with --columns"):
         sniff(External.resolve(str(file))[0])
     (tmp_path / "page.html").write_text("<p>x")
     assert sniff(External.resolve(str(tmp_path / "page.html"))[0]) is None
@@ -167,7 +167,7 @@ def test_wrong_places_and_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(PunaError, match="no such file or folder"):
         clean([str(tmp_path / "nothing")], tmp_path / "out", store)
     (tmp_path / "empty.jsonl").write_text('{"text": "  "}\n')
-    with pytest.raises(PunaError, match="no field holds text|contains text"):
+    with pytest.raises(PunaError, match="no field contains text|contains text"):
         clean([str(tmp_path / "empty.jsonl")], tmp_path / "out", store)
     for name, text, message in (("wide", '[{"text": "x"}]', "wide.json, row 1: is UTF-16"), ("nested", "\ufeff[[{}]]", "row 1: is a list")):
         (tmp_path / f"{name}.json").write_text(text, encoding="utf-16" if name == "wide" else "utf-8")

@@ -279,7 +279,6 @@ def _training_lines(job: _Job, files: list[str]) -> tuple[pa.ChunkedArray, NDArr
     for name, tables in candidates.items():
         count, copies = job.quota[name]
         own = pa.concat_tables(tables).sort_by(by_draw).slice(0, count)
-        # Each copy of a document has its own position in the order.
         order += [own.set_column(0, "draw", pa.array((own["draw"].to_numpy() + copy * GOLDEN) % 1.0)) for copy in range(copies)]
     chosen = pa.concat_tables(order).sort_by([*by_draw, (job.name, "ascending")])
     lines = pa.concat_tables(_rows(job, files, ["id", "line"], inside=False, chosen=chosen["id"].combine_chunks()))

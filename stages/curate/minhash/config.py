@@ -19,8 +19,6 @@ LEVELS = 40  # number of times that shingle widths are doubled, more than the lo
 
 
 class MinhashDedupConfig(StageConfig):
-    """Settings of the candidate search, the verification of duplicates, and the choice of the document to keep."""
-
     words: int = Field(5, ge=1, le=50, description="Words per shingle, ignoring case, punctuation, accents; a shorter text is one shingle")
     bands: int = Field(18, ge=1, le=1000, description="Bands of the index; documents that agree in a band are candidates")
     rows: int = Field(6, ge=1, le=64, description="Number of signature values per band")
@@ -72,8 +70,7 @@ class MinhashDedupConfig(StageConfig):
         """Return `MARGIN` times the share of distinct shingles below which two texts may reach the threshold of `level` by chance.
 
         n random shingles from a set of k contain a share p = 1 - exp(-n / k) of the set. Two such texts have containment p and Jaccard
-        similarity p / (2 - p). The share of distinct shingles in each text is p / (n / k) = p / -log(1 - p).
-        """
+        similarity p / (2 - p). The share of distinct shingles in each text is p / (n / k) = p / -log(1 - p)."""
         t = self.least_similarity(level)
         p = min(max(t if self.similarity == "containment" else 2 * t / (1 + t), 1e-9), 0.99)
         return MARGIN * -p / math.log1p(-p)

@@ -59,8 +59,7 @@ def _find(parent: Any, i: Any) -> Any:
 def unite(parent_D: Any, edges_E2: Any) -> None:
     """Merge in place the components that edges int64[E, 2] connect. `parent_D` int64 starts as 0 .. D - 1.
 
-    The smaller row becomes the root, so the result does not depend on the order of the edges.
-    """
+    The smaller row becomes the root, so the result does not depend on the order of the edges."""
     for e in range(len(edges_E2)):
         i, j = _find(parent_D, edges_E2[e, 0]), _find(parent_D, edges_E2[e, 1])
         if i < j:

@@ -52,8 +52,7 @@ def character_numbers(codes: U32, flags: U16) -> tuple[int, int, int, int, int]:
 def word_numbers(codes: U32, flags: U16, start: I32, stop: I32, word_flags: U8) -> tuple[int, float, float]:
     """Return the number of non-symbol words, their mean length, and the share that have a letter (all 0 for a text without such words).
 
-    The mean length is NaN if most words are in a script written without spaces, since bounds for English do not apply there.
-    """
+    The mean length is NaN if most words are in a script written without spaces, since bounds for English do not apply there."""
     count, characters, letters, single = 0, 0, 0, 0
     for word in range(len(start)):
         if word_flags[word] & IS_SYMBOL:
@@ -100,8 +99,7 @@ def duplicate_pieces(
     """Split codes[first:last] at runs of at least `newlines` newlines. Return the numbers of pieces, of repeated pieces, of characters in
     repeated pieces, and of characters in non-blank repeated pieces.
 
-    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table, to which the hashes of the pieces are written.
-    """
+    `hashes`, `power`: see `words.prefix_hashes`; `keys`: an empty hash table, to which the hashes of the pieces are written."""
     pieces, duplicates, characters, inked = 0, 0, 0, 0
     start, at = first, first
     while at <= last:
@@ -142,8 +140,7 @@ def strip(codes: U32, flags: U16, first: int, last: int) -> tuple[int, int]:
 def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U64, length: I64) -> None:
     """Write the hashes and lengths of all prefixes of a text's words: `joined` without spaces, `spaced` with a space before each word.
 
-    Each array has one element more than there are words. `gram_keys` computes the hash of an n-gram from two prefixes.
-    """
+    Each array has one element more than there are words. `gram_keys` computes the hash of an n-gram from two prefixes."""
     joined[0], spaced[0], length[0] = 0, 0, 0
     for word in range(len(start)):
         joined[word + 1] = joined[word] * power[word] + hashes[word]
@@ -155,8 +152,7 @@ def chain(hashes: U64, power: U64, start: I32, stop: I32, joined: U64, spaced: U
 def gram_keys(chained: U64, length: I64, power: U64, n: int, spaces: int, keys: U64) -> int:
     """Write the hash of each n-gram to `keys`, and return the number of n-grams.
 
-    `chained` (`joined` or `spaced`) and `length`: see `chain`; `spaces`: the number of spaces per n-gram in `chained`.
-    """
+    `chained` (`joined` or `spaced`) and `length`: see `chain`; `spaces`: the number of spaces per n-gram in `chained`."""
     grams = max(len(chained) - n, 0)
     for i in range(grams):
         keys[i] = chained[i + n] - chained[i] * power[length[i + n] - length[i] + spaces]

@@ -117,8 +117,7 @@ def without_citations(codes: U32, flags: U16, lower: U32, a: int, b: int, line: 
 def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: int, a: int, b: int) -> int:
     """Return the number of sentences in the line codes[a:b], whose words have the indices first to last - 1.
 
-    After a terminator, the first word that is not punctuation starts a sentence. White space other than a single blank counts as a word.
-    """
+    After a terminator, the first word that is not punctuation starts a sentence. White space other than a single blank counts as a word."""
     if a == b:
         return 0
     count, ended, position = 1, False, a
@@ -147,8 +146,7 @@ def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: 
     "lorem ipsum". Write them twice: for lines that end in `.`, `?`, `!`, `"` or `'` but not an ellipsis, and for all lines (FineWeb).
 
     Counted lines have at least three words, none of more than 1000 characters. Kept lines and lines with "{" do not contain "javascript".
-    For a curly bracket, C4 drops the page and not the line, so the line's sentences count. `line`: scratch array, as long as any line.
-    """
+    For a curly bracket, C4 drops the page and not the line, so the line's sentences count. `line`: scratch array, as long as any line."""
     at, total, word = 0, len(codes), 0
     results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
     while at < total:
@@ -260,8 +258,7 @@ def ngram_coverage(plain: PlainWords, count: int, n: int, keys: U64, slots: I32,
     """Write the number of non-symbol words in each line to `words`, and of its words inside n-grams seen earlier to `covered`.
 
     N-grams of the `count` words, in lower case and with all numbers treated as equal, run across lines. An n-gram with letters in fewer
-    than half of its words does not count. `keys`, `slots`: scratch arrays for hashes and a hash table.
-    """
+    than half of its words does not count. `keys`, `slots`: scratch arrays for hashes and a hash table."""
     words[:] = 0
     covered[:] = 0
     leaving, value, lettered, done = np.uint64(1), np.uint64(0), 0, 0

@@ -57,8 +57,8 @@ class Vocabulary(NamedTuple):
     """Lookup tables for measuring texts.
 
     `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`; `phrases`: see `line_rules.Phrases`. `stop_keys`: a hash
-    table of stop words; `stop_languages`: bit i for language i (0: English). `dirty_keys`, `dirty_bits`: table and bitmap of adult words.
-    """
+    table of stop words; `stop_languages`: bit i for language i (0: English). `dirty_keys`, `dirty_bits`: table and bitmap of adult
+    words."""
 
     flags: U16
     lower: U32
@@ -127,8 +127,8 @@ class Measurements(NamedTuple):
     """Measurements of D documents. `values` RECORD[D], NaN if not measured.
 
     Document d has its words' hash bins and their counts, `bins` and `counts` uint32, at bin_offsets[d] : bin_offsets[d + 1]; and its lines
-    with n-gram coverage ≥ `line_coverage`, `line` (number), `line_words`, `line_covered` int32, at line_offsets[d] : line_offsets[d + 1].
-    """
+    with n-gram coverage ≥ `line_coverage`, `line` (number), `line_words`, `line_covered` int32, at line_offsets[d] : line_offsets[d +
+    1]."""
 
     values: NDArray[np.void]
     bin_offsets: I64
@@ -170,8 +170,7 @@ def measure(texts: pa.Array | pa.ChunkedArray, coverage_n: int, line_coverage: f
     """Return all compiled signals of documents, that is, all except the divergence, which needs the whole corpus.
 
     Lines are reported if at least the share `line_coverage` of their words is in n-grams of `coverage_n` words seen earlier. `own`: the
-    stop words of each document's language; None: `ANY_LIST` for all documents.
-    """
+    stop words of each document's language; None: `ANY_LIST` for all documents."""
     data, offsets = buffers(texts)
     longest = int(np.diff(offsets).max(initial=0))
     values = np.full(len(offsets) - 1, np.nan, RECORD)
@@ -275,8 +274,7 @@ def _own_stop_words(own: OwnWords, salt: np.uint64, folded: U64, space: U64) -> 
 def _count_bins(room: Space, words: U64, about: Vocabulary, bins: U32, counts: U32) -> tuple[int, int]:
     """Write the bins of the non-symbol `words` (folded hashes) in order of first occurrence, and their counts.
 
-    Return the number of bins, and the number of words from the adult vocabulary.
-    """
+    Return the number of bins, and the number of words from the adult vocabulary."""
     slots, results, bad = room.slots, 0, 0
     mask = (1 << clear_slots(slots, len(words))) - 1
     for folded in words:

@@ -57,7 +57,6 @@ def _answers(made: Signal, rows: Iterator[tuple[Any, ...]], budget: Budget) -> I
 
 @lru_cache(maxsize=1)
 def process() -> Apart:
-    """Return the subprocess that measures user-defined signals for this process."""
     return Apart(measure)
 
 
@@ -106,7 +105,6 @@ class Failures:
         self.first: dict[str, str] = {}
 
     def add(self, failed: list[tuple[str, str, str]]) -> None:
-        """Add the failures of one part."""
         for name, identity, answer in failed:
             self.counts[name] += 1
             self.first.setdefault(name, f"document {identity}: {answer}")

@@ -107,8 +107,8 @@ def test_adapters_that_do_not_fit_are_refused_by_name(tmp_path: Path, tiny_model
     from safetensors.torch import load_file, save_file
 
     for name, change, message in (
-        ("short", lambda state: {k: v for k, v in state.items() if "layers.1" not in k}, "it lacks the tensor .*layers.1"),
-        ("long", lambda state: state | {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(2, 32)}, "does not have the tensor .*layers.7"),
+        ("short", lambda state: {k: v for k, v in state.items() if "layers.1" not in k}, "there is no .*layers.1"),
+        ("long", lambda state: state | {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(2, 32)}, "no place for .*layers.7"),
         ("wide", lambda state: {k: torch.zeros(9, 9) for k in state}, "size mismatch"),
     ):
         shutil.copytree(folder, other := tmp_path / name)

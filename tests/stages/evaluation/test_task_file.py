@@ -151,7 +151,7 @@ ANSWERS = {"doc_to_text": "q", "doc_to_target": "{{right}}"}
         ({}, CHOICES | {"doc_to_choice": "{{options[0]}}"}, "doc_to_choice, row 1: does not produce a list: 'red'"),
         ({}, CHOICES | {"num_fewshot": 1, "fewshot_config": {"samples": [FIVE | {"right": 9}]}}, "doc_to_target, row 1: '9' is none of the 5"),
         ({}, ANSWERS | {"filter_list": [{"name": "x", "filter": [{"function": "regex", "regex_pattern": "("}]}]}, "filter x: missing \\)"),
-        ({"right": "x"}, ANSWERS | {"verifier": "numeric"}, "verifier, row 2: prompt .* its reference 'x' holds no number"),
+        ({"right": "x"}, ANSWERS | {"verifier": "numeric"}, "verifier, row 2: prompt .* its reference 'x' contains no number"),
     ],
 )  # fmt: skip
 def test_a_wrong_row_is_refused_before_a_model_is_asked(

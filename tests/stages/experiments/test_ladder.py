@@ -175,7 +175,7 @@ def test_a_rate_that_diverges_is_a_lost_try(store, given, few_steps: None, monke
     assert made.manifest.metrics["diverged_tries"] == len(tries) == 2 and all("rate 0.02" in name for name in tries)
     # The parabola through three losses needs all of them.
     assert module._lowest((1.0, 2.0, 4.0), (3.0, 1.0, np.inf)) == 2.0
-    with pytest.raises(PunaError, match=r"ladder: the training diverges at every one of rates=\(0.4, 0.5\); give lower ones"):
+    with pytest.raises(PunaError, match=r"ladder: training diverges at each of rates=\(0.4, 0.5\); give lower rates"):
         execute(ladder, config.model_copy(update={"rates": (0.4, 0.5)}), given, store)
     with pytest.raises(PunaError, match="a model of width 16 at rate 0.4 diverged: too hot"):
         execute(ladder, config.model_copy(update={"rates": (0.4,)}), given, store)

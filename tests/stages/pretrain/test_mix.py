@@ -44,7 +44,7 @@ def test_plan_by_hand() -> None:
     assert found["a"].epochs == pytest.approx(2) and found["b"].epochs == 0
     # No weights: one epoch of everything.
     assert [s.epochs for s in plan({"a": 7, "b": 5, "c": 3}, {}, 4).values()] == pytest.approx([1, 1, 1])
-    with pytest.raises(PunaError, match="nothing to mix"):
+    with pytest.raises(PunaError, match="no training document with text"):
         plan({"a": 0}, {}, 4)
 
 

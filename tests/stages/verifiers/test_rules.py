@@ -114,7 +114,7 @@ def test_json_schema_agrees_with_jsonschema() -> None:
         ('{"name": "json_schema", "json_schema": {"dependencies": {"a": ["b"]}}}', "the draft has no keyword 'dependencies'"),
         ('{"name": "json_schema", "json_schema": {"$schema": []}}', r"json_schema\.\$schema: is not text"),
         ('{"name": "product", "of": [{"name": "json_schema", "json_schema": {"$schema": 5}}]}', r"json_schema\.\$schema: is not text"),
-        ('{"name": "json_schema", "json_schema": {"type": 3}}', "json_schema"), ('{"name": "numeric", "answer": "none"}', "holds no number"),
+        ('{"name": "json_schema", "json_schema": {"type": 3}}', "json_schema"), ('{"name": "numeric", "answer": "none"}', "contains no number"),
         ('{"name": "python", "function": "puna.stages.draws:nothing"}', "is Puna's own; a prompt may name Puna's verifiers by their names"), ('{"name": "weighted", "of": [{"name": "exact"}], "weights": []}', "0 weights for 1"),
         ('{"name": "constraints", "instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}', "did you mean punctuation:no_comma"),
         ('{"name": "constraints", "instruction_id_list": ["keywords:existence"], "kwargs": [{}]}', "missing argument 'keywords'"),

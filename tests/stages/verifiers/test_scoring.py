@@ -113,7 +113,7 @@ def test_computing_counts_and_waiting_does_not(tmp_path: Path, monkeypatch: pyte
     [
         ('{"name": "nothing"}', "7", "prompt p .task t.: there is no verifier 'nothing'"), (to_text("exact"), None, "prompt p: verifier exact needs `answer`"),
         (to_text("reward_model"), None, "needs a reward model, but the input `judges` has none"),
-        (to_text("judge", rubric="r", model="0123456789"), None, "no one model of the input `judges` has the data digest 0123456789"),
+        (to_text("judge", rubric="r", model="0123456789"), None, "not exactly one model of the input `judges` has the data digest 0123456789"),
     ],
 )  # fmt: skip
 def test_what_could_not_be_scored_is_refused_first(tmp_path: Path, verifier: str, reference: str | None, message: str) -> None:

@@ -37,8 +37,7 @@ def phrases(text: str, kind: str) -> tuple[frozenset[int], frozenset[tuple[str, 
 @signal(unit="fraction of words", compiled="heuristics")
 def legal_phrase_ratio(text: str) -> float:
     """Words in phrases from terms of use, privacy and cookie policies; 0 for a text with fewer than 8 different phrases, or fewer than 2
-    that contain we or you.
-    """
+    that contain we or you."""
     inside, matches = phrases(text, "legal")
     spoken = sum(not SPEAKERS.isdisjoint(phrase) for phrase in matches)
     enough = len(matches) >= MIN_LEGAL_PHRASES and spoken >= MIN_SPOKEN_PHRASES
@@ -48,8 +47,7 @@ def legal_phrase_ratio(text: str) -> float:
 @signal(unit="fraction of words", compiled="heuristics")
 def notice_ratio(text: str) -> float:
     """Words in lines with a phrase that stands in place of a page, such as an error or a request for JavaScript or a login. At most 100
-    words count, since notices are short; a longer text is an article about such things.
-    """
+    words count, since notices are short; a longer text is an article about such things."""
     inside, _ = phrases(text, "notice")
     first = total = 0
     for line in text.split("\n"):
