@@ -52,7 +52,7 @@ class Plot:
         return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
 
     def order(self, name: str) -> int:
-        """Return the index of a series' colour: its position among itself and the series that are not faint."""
+        """Return the index of a series' colour: its position in the list of series, in which other faint series do not count."""
         return [n for n in self.series if n not in self.faint or n == name].index(name)
 
     @property
