@@ -226,7 +226,8 @@ def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
 
 
 def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]], curve: bool) -> list[Html]:
-    """Return circles with tooltips: visible at every point if there are few, else only at the last, and invisible at some others."""
+    """Return circles with tooltips. They are visible at every point if there are few, else at the last point only; some of the other points
+    then get invisible circles, for their tooltips."""
     few = not curve or len(placed) <= 16
     every = 1 if few else max(1, len(placed) // MARKED_POINTS)
     spans = {at: (low, high) for at, low, high in plot.intervals.get(name, ())}

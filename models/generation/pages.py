@@ -31,7 +31,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Return the number of available pages: free ones, and pages that only the tree holds."""
+        """Return the number of available pages: free ones, and those that only the tree of cached prefixes uses."""
         return len(self.free) + len(self.spare)
 
     def take(self) -> int:

@@ -140,8 +140,8 @@ def _kernel(a: Floats, b: Floats, length: float) -> Floats:
 
 
 def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
-    """Return the process with the highest marginal likelihood of losses [n] at mixtures [n, M]. Length and noise are searched for on a grid;
-    the best variance is computed."""
+    """Return the process with the highest marginal likelihood of losses [n] at mixtures [n, M]. Length and noise are searched for on a
+    grid; the best variance is computed."""
     x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     mean, n = float(y.mean()), len(y)
     best, fit = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))
