@@ -204,7 +204,7 @@ class Parallel:
             self.whole.held, self._published = self, False
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
-        """Return the piece that a state tensor represents. If its name ends in a weight's name and it has the shape of the weight's piece, it
+        """Return the piece that a state tensor represents. A tensor whose name ends in a weight's name, in the shape of the weight's piece,
         is divided like the weight."""
         owner, _, rest = name.partition(".")
         if owner in self.beside:
