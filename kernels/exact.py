@@ -1,11 +1,11 @@
 """Exact passes: the bits of a token's results depend only on the token's path, not on the other tokens of the pass.
 
 Generation and training group tokens differently: generation computes them one at a time, in chunks, or after a cached prefix. In exact
-passes every routine has one order of operations for a row, whatever other rows it computes:
+passes, every routine computes a row by the same sequence of operations, whatever the other rows:
 
-- products: one loop in which a result is one chain of sums, whatever tile it is in (`linear.products`);
-- attention: one loop over the keys of a query's path, in pages that begin at multiples of the page's size. Where the pages
-  are stored, and which sequences share them, does not matter (`paged_attention`);
+- products: each result is one chain of sums, whatever tile it is in (`linear.products`);
+- attention: one loop over the keys of a query's path, in pages that begin at multiples of the page's size, wherever the pages are stored
+  and whichever sequences share them (`paged_attention`);
 - norms, rotations, SwiGLU, log-softmax: loops over rows in single IEEE operations (`vectors`), so that they have the same bits inside a
   loop that computes a whole layer (`dense_layers`).
 

@@ -181,7 +181,7 @@ class ModelConfig(ModelShape):
 
     vocab_size: int = Field(ge=1, description="Tokens of the vocabulary")
     max_position_embeddings: int = Field(2048, ge=1, description="Longest context, tokens")
-    reward_pooling: Literal["last", "mean"] = Field("last", description="Where an answer's reward is read: its last token, or their mean")
+    reward_pooling: Literal["last", "mean"] = Field("last", description="Reward of an answer: at its last token, or their mean")
     model_type: str = Field("", description="Layout of a checkpoint; empty: the first family that can hold the model")
 
     @model_validator(mode="after")

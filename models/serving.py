@@ -38,7 +38,7 @@ class ServingSettings(Settings):
         0, ge=0, le=64, description="Maximum tokens to guess per step, by a draft model (0: 4 tokens) or from the text so far (0: none)"
     )
     offload: Offload = Field(
-        "none", description="Where layers that do not fit into memory stay: disk, or (for a GPU) host memory; none: all layers must fit"
+        "none", description="Place of layers that do not fit into memory: disk, or (for a GPU) host memory; none: all layers must fit"
     )
     memory: float | None = Field(
         None, gt=0, description="GB for the KV cache (null: 1 on a CPU, half of a GPU's free memory); with offload, for weights, too "

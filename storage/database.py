@@ -66,7 +66,7 @@ def _state(store: Store) -> tuple[str, str]:
 
 
 def _before(store: Store, copy: Path) -> tuple[str, str] | None:
-    """Copy the current file to `copy`, which no client locks, and return the digests in it; None if it cannot be read."""
+    """Copy the current file to `copy`, since clients may lock it, and return the digests in it; None if it cannot be read."""
     try:
         copy.write_bytes(store.files.read(FILE))
         with connect(str(copy), read_only=True) as connection:

@@ -140,7 +140,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Scattered:
-    """The result of a job: its files with the ends of their runs, the number of rows, and the result of `info`."""
+    """The result of a job: its files, each with the ends of its runs of equal partitions; the number of rows; and the job's JSON value."""
 
     schema: str
     files: list[tuple[str, Offsets]]

@@ -43,8 +43,8 @@ def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Chang
 
 
 def against(store: Store, identity: Identity, step: str) -> list[Change] | None:
-    """Return the differences from the nearest earlier artifact of the step (fewest differences, then newest); None if there is none. If
-    this key was made before, return one change that says so. Artifacts that share no input name, such as other imports, are ignored."""
+    """Return the differences from the nearest earlier artifact of the step (fewest differences, then newest); None if there is none. If an
+    artifact with this key was made before, return one change that says so. Ignore artifacts without a common input name (other imports)."""
     keys = {key for key, steps in _steps(store).items() if step in steps}
     if identity.key in keys:
         return [Change("artifact", identity.key[:12], "made before", "damaged or removed since")]
@@ -95,7 +95,7 @@ def _bare(name: str) -> str:
 
 
 def _inputs(manifest: Manifest | Identity) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two maps from the name of an input: to the digest of its content, and to its id (for a file, kind and digest)."""
+    """Return name → kind and content digest, and name → id (of an external input: the first digits of its digest), for all inputs."""
     places: Counter[str] = Counter()
     digests, ids = dict[str, str](), dict[str, str]()
     for item in manifest.inputs:

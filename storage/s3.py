@@ -305,7 +305,7 @@ class StoreFileSystem(AbstractFileSystem):
         return {"name": name, "size": stat.bytes, "type": "file"}
 
     def modified(self, path: str) -> datetime:
-        """Return the epoch for every file, because committed files do not change."""
+        """Return 1970-01-01 for every file, because committed files do not change."""
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:

@@ -154,7 +154,7 @@ def write_rows(file: Any, table: pa.Table, **how: Any) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """A finished shard: its columns, its files (table, order, facts), and in an open table, column → number of non-null `values`."""
+    """A finished shard: its columns and its files (table, order, facts). `values`: column → number of non-null values."""
 
     shard: Shard
     columns: dict[str, str]

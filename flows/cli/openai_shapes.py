@@ -90,7 +90,7 @@ def _as_list(prompt: Any) -> Any:
 class CompletionRequest(Sampled):
     prompt: Annotated[list[Annotated[str | list[StrictInt], Field(min_length=1)]], Field(min_length=1), BeforeValidator(_as_list)]
     max_tokens: int = Field(16, ge=0, description="0: generate nothing, only echo the prompts")
-    echo: bool = Field(False, description="Whether each answer repeats its prompt first")
+    echo: bool = Field(False, description="Repeat the prompt before each answer")
     logprobs: bool | int | None = Field(None, ge=0, le=20, description="Alternatives to report per position; 0 or true: none")
 
     @property
@@ -118,7 +118,7 @@ class ChatRequest(Sampled):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = Field(False, description="Whether to report the log-probs of the answer's tokens")
+    logprobs: bool = Field(False, description="Report the log-probs of the answer's tokens")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Number of likeliest tokens per position; needs logprobs: true")
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] = Field("auto", description="none: the model is not told of the tools")

@@ -219,7 +219,8 @@ def _compile_mark(stage: Stage) -> Path | None:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Within the context, let SIGTERM stop the run as Ctrl-C does, unless it has a handler. A training step in progress ends first."""
+    """Let SIGTERM stop the run as Ctrl-C does, inside the `with` block, unless the signal has another handler. A training step in progress
+    is finished first."""
     training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if own:

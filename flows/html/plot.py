@@ -52,7 +52,7 @@ class Plot:
         return list(dict.fromkeys(str(x) for points in self.series.values() for x, _ in points if isinstance(x, str)))
 
     def order(self, name: str) -> int:
-        """Return the index of a series' colour: its position among itself and the series that are not faint."""
+        """Return the index of a series' colour: its position in the list of series, in which other faint series do not count."""
         return [n for n in self.series if n not in self.faint or n == name].index(name)
 
     @property
@@ -226,7 +226,8 @@ def _series(plot: Plot, index: int, name: str, x: Axis, y: Axis) -> Html:
 
 
 def _marks(plot: Plot, name: str, placed: list[tuple[float, float, float | str, float]], curve: bool) -> list[Html]:
-    """Return circles with tooltips: visible at every point if there are few, else only at the last, and invisible at some others."""
+    """Return circles with tooltips. They are visible at every point if there are few, else at the last point only; some of the other points
+    then get invisible circles, for their tooltips."""
     few = not curve or len(placed) <= 16
     every = 1 if few else max(1, len(placed) // MARKED_POINTS)
     spans = {at: (low, high) for at, low, high in plot.intervals.get(name, ())}

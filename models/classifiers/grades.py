@@ -81,7 +81,7 @@ def _count(token: np.uint64, by: int, counts: NDArray[np.int32], met: NDArray[np
 
 @njit(cache=True, borrows=True)
 def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[np.int32], number: int) -> int:
-    """Add a line to two buckets of its class (by length and ending): 1 and 1 + `words`; return the number of buckets in `met`."""
+    """Add 1 and 1 + `words` to the two buckets of a line's class (its length and ending); return the number of buckets in `met`."""
     length, ending = 0, 2 if last == COLON else 0
     while length < len(LINES) and words > LINES[length]:
         length += 1

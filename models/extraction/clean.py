@@ -239,7 +239,7 @@ def _decode(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
 
 
 def _of_broken(body: bytes) -> str | None:
-    """Return the text of a page in UTF-8 with broken characters; None if they are so many that the page is in another encoding."""
+    """Return the text of a page in UTF-8 that has broken characters; None if it has so many that it must be in another encoding."""
     text = body.decode("utf-8", "surrogateescape")
     broken = BROKEN.findall(text)
     sound = len(text) - len(body.translate(None, bytes(range(0x80, 0x100)))) - sum(map(len, broken))

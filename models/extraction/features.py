@@ -136,7 +136,7 @@ class Totals(NamedTuple):
 def block_features(
     page: Scan, own: NDArray[np.float32], path: NDArray[np.float32], text: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:
-    """Write the features, in the order of `names`, to the first columns of `out` [blocks, ...], which must hold zeros. `own`, `path`
+    """Write the features, in the order of `names`, to the first columns of `out` [blocks, ...], which must be all zeros. `own`, `path`
     [elements] and `text` [blocks]: the linear models' scores."""
     n = len(page.blocks)
     totals, focal = _totals(page, text)

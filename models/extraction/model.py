@@ -77,9 +77,8 @@ def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float,
     """Return the cut (minimum probability of kept blocks, a multiple of 1 / LEVELS) with the highest expected F1 of words, and this F1.
 
     This is a weighted mean of two expectations. If blocks are independent, F1 is near 2 * (expected content in kept words) / (kept words +
-    expected content). But the cards of a page are all content or all not. So the second expectation draws a level uniformly and takes the
-    blocks above it as content: F1 is 2 * min / sum of the words above the level and above the cut.
-    """
+    expected content). But similar blocks, such as cards, are often all content or all not. So the second expectation draws a level
+    uniformly and takes the blocks above it as content: F1 is 2 * min / sum of the words above the level and above the cut."""
     above, right = np.zeros(LEVELS + 1), np.zeros(LEVELS + 1)  # words and expected content words of the blocks at or above a level
     for b in range(len(p)):
         level = min(LEVELS - 1, int(p[b] * LEVELS))

@@ -101,7 +101,7 @@ def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[
 
 
 def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
-    """Return the share of each group's range to keep [N, D / group], with the least squared error of the group's products."""
+    """Return the share of each group's range to keep, [N, D / group], that minimises the squared error of the group's products."""
     x_gTG = x_TD.unflatten(1, (-1, group)).transpose(0, 1)
     gram_gGG = x_gTG.transpose(1, 2) @ x_gTG
     best = torch.full((len(w_ND), len(gram_gGG)), float("inf"))

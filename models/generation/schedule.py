@@ -79,7 +79,7 @@ class Lookup(Pace):
 
 @dataclass(eq=False)
 class Answer:
-    """An unfinished answer. `tokens`: prompt and answer; `pages` hold the first `computed` tokens, except dropped ones (`fallen`)."""
+    """An unfinished answer. `tokens`: prompt and answer. `pages`: the cache pages of the first `computed` tokens, without dropped ones."""
 
     request: Request
     number: int
@@ -122,8 +122,8 @@ class Answer:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt with its parameters. `begun` answers have started, numbered from `first` on; `leading`: an answer is computing the prompt.
-    `trunk`: the computed prompt's pages and last hidden state, kept until all answers have started."""
+    """A prompt with its parameters. `begun`: number of answers that have started; `first`: the number of the first answer; `leading`: True
+    while an answer computes the prompt; `trunk`: the computed prompt's pages and last hidden state, kept until all answers have started."""
 
     prompt: list[int]
     params: SamplingParams

@@ -1,10 +1,9 @@
 """A vote on the language of a text by CLD2, naive Bayes (trained on the Universal Declaration of Human Rights) and lid.176.
 
 The voters know different languages and make different errors, so a language's score is a weighted sum of the three log-probabilities. A
-fixed value stands for a language that a voter does not know. A script of only one language decides alone. CLD2 decides alone if it is sure
-of a language that it never confuses with another. If CLD2 and the n-grams agree, lid.176, the slowest, is not run. The weights were chosen
-on news text in 122 languages (NTREX-128's first half).
-"""
+fixed value stands for a language that a voter does not know. A script that only one language uses decides alone. CLD2 decides alone if it
+is sure of a language that it never confuses with another. If CLD2 and the n-grams agree, lid.176, the slowest, is not run. The weights were
+chosen on news text in 122 languages (NTREX-128's first half)."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class ChatFormat(Vocabulary):
     def _stop_of_next(
         self, messages: Sequence[Message], turn: int, whole: str, tools: Any, mode: dict[str, bool], size: int
     ) -> tuple[int, int, int]:
-        """Return (`size`, `size`, id) of a stop token that begins the next turn, as in some templates. Raise ChatError without one."""
+        """Return (`size`, `size`, id) if the template puts the stop token of a turn at the start of the next. Raise ChatError otherwise."""
         following = messages[turn + 1 : turn + 2] or PROBE[2:]
         try:
             longer = self._program.render([*messages[: turn + 1], *following], add_generation_prompt=False, tools=tools, **mode)

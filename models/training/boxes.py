@@ -48,9 +48,9 @@ def read(
     path: Path, index: Index | None, wanted: Mapping[str, tuple[tuple[int, ...], Box]] | None = None,
     into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return boxes of a checkpoint's tensors; those prefixed `WHOLE` are whole. `wanted`: name → (whole shape, box); None: all, whole.
-    `index`: each file's boxes; None: one file holds whole tensors. `into`: tensors to overwrite and return, instead of new ones, by name.
-    Raise ValueError if a shape differs or a part is missing."""
+    """Return the boxes `wanted` of a checkpoint's tensors: name → (shape of the whole tensor, box); None: all tensors, whole. Tensors with
+    the prefix `WHOLE` are always returned, whole. `index`: each file's boxes; None: a single file with whole tensors. `into`: tensors to
+    overwrite and return, instead of new ones, by name. Raise ValueError if a shape differs or a part is missing."""
     import torch
     from safetensors import safe_open
 

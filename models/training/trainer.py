@@ -339,7 +339,7 @@ def no_decay_names(model: nn.Module) -> set[str]:
 
 
 def _piece(name: str, tensor: Tensor, piece: Piece) -> Tensor:
-    """Return the piece of a whole state tensor, with zeros for the rows of new tokens; a tensor that does not fit is unchanged."""
+    """Return the piece of a whole state tensor, with zeros for the rows of new tokens. Return a tensor of another shape unchanged."""
     grows = tensor.dim() > 0 and name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(tensor) < piece.shape[0]
     if tuple(tensor.shape) != piece.shape and not (grows and tensor.shape[1:] == piece.shape[1:]):
         return tensor

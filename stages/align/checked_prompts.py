@@ -38,7 +38,7 @@ class Rule(StageConfig):
 class SystemPromptsConfig(SeededConfig):
     rules: tuple[Rule, ...] = Field(min_length=1, description="Rules; each prompt gets one of them")
     place: Literal["system", "user", "none"] = Field(
-        "system", description="Where the rule stands: system message, end of the last user message, or none (obedience by chance)"
+        "system", description="Place of the rule: system message, end of the last user message, or none (obedience by chance)"
     )
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from puna.storage import Artifact, PunaError
 
 class ApprovalConfig(StageConfig):
     by: str = Field(min_length=1, description="Name of the person who decides")
-    approved: bool = Field(True, description="Whether the candidate replaces the policy")
+    approved: bool = Field(True, description="Replace the policy with the candidate")
     reason: str = Field("", description="Reason for the decision")
 
 

@@ -28,7 +28,7 @@ class Judgement(BaseModel):
     pair: str = Field(min_length=1, description="Id of the pair")
     by: str = Field(min_length=1, max_length=100, description="Name of the judge")
     better: Literal["first", "second"] | None = Field(None, description="The better answer; null: the pair was skipped")
-    level: Level | None = Field(None, description="How much better it is; null: the pair was skipped")
+    level: Level | None = Field(None, description="Level of the difference; null: the pair was skipped")
     edited: str | None = Field(None, max_length=100_000, description="An edited version of the better answer")
     prompt: str | None = Field(None, max_length=100_000, description="An edited version of the prompt")
 

@@ -35,7 +35,7 @@ class TopicsConfig(BadRowsConfig, SeededConfig):
     penalty: float = Field(3e-4, gt=0, description="L2 penalty on the classifier's coefficients")
     folds: int = Field(5, ge=2, le=20, description="Number of cross-validation folds of the labelled examples")
     max_per_topic: int | None = Field(None, ge=1, description="Maximum number of instructions per topic, drawn at random; null: all")
-    balance: Literal["coarse", "fine"] = Field("coarse", description="Whether `max_per_topic` limits coarse or fine topics")
+    balance: Literal["coarse", "fine"] = Field("coarse", description="Level of the topics that `max_per_topic` limits")
     micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer rows are dropped")
 
 

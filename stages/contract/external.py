@@ -79,7 +79,7 @@ class External:
     def resolve(cls, text: str) -> list[External]:
         """Return the inputs that `[NAME=]URI` stands for: a file, or a folder with everything below it.
 
-        Without a name, a flat folder that holds only archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
+        Without a name, a flat folder of only archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
         Any other URI gives one input, named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set and
         `hf://OWNER/NAME[@REVISION]` a model, both resolved to a commit; with a path appended, they give files. Raise PunaError for an
         unreadable URI."""

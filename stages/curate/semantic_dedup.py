@@ -27,7 +27,7 @@ class SemanticDedupConfig(SeededConfig):
     cluster_documents: int = Field(1000, ge=2, description="Average documents per cluster; only documents in one cluster are compared")
     iterations: int = Field(10, ge=1, le=100, description="Number of spherical k-means iterations")
     min_words: int = Field(20, ge=1, description="Minimum length of documents that may be removed, in words")
-    survivor: Literal["longest", "latest"] = Field("longest", description="Which document to keep among duplicates")
+    survivor: Literal["longest", "latest"] = Field("longest", description="Document to keep among duplicates")
 
 
 @stage(kind="documents", filters="documents")

@@ -45,7 +45,7 @@ class Metric(StageConfig):
 
     metric: str = Field(description="Name of the metric")
     aggregation: str = Field("", description="Empty, or the metric's standard aggregation; no other is supported")
-    higher_is_better: bool | None = Field(None, description="Whether higher values are better; only for readers")
+    higher_is_better: bool | None = Field(None, description="Higher values are better; only for readers")
     ignore_case: bool = Field(False, description="exact_match: ignore case")
     ignore_punctuation: bool = Field(False, description="exact_match: ignore ASCII punctuation")
     ignore_numbers: bool = Field(False, description="exact_match: ignore digits")
@@ -76,7 +76,7 @@ class Filter(StageConfig):
 class Shots(StageConfig):
     """Settings of the fixed few-shot examples (`fewshot_config`)."""
 
-    sampler: Literal["first_n"] = Field("first_n", description="How examples are chosen: the first ones; random ones are not supported")
+    sampler: Literal["first_n"] = Field("first_n", description="Choice of the examples: the first ones; random ones are not supported")
     split: str | None = Field(None, description="Split of the examples; null: fewshot_split")
     samples: tuple[dict[str, JsonValue], ...] | None = Field(None, description="The examples themselves, as rows")
     doc_to_text: str | None = Field(None, description="Question of an example; null: doc_to_text of the task")
@@ -196,7 +196,7 @@ def read_task(text: bytes, where: str) -> TaskFile:
     with errors_at(f"{where} is not YAML", yaml.YAMLError, RecursionError, ValueError), errors_at(where, PunaError):
         content = yaml.load(text[: FILE_BYTES + 1], _Loader)  # noqa: S506  a loader without Python
     if len(text) > FILE_BYTES or not isinstance(content, dict):
-        raise PunaError(f"{where} is not a task file: it holds {'more than a MB' if len(text) > FILE_BYTES else 'no keys'}")
+        raise PunaError(f"{where} is not a task file: it has {'more than a MB' if len(text) > FILE_BYTES else 'no keys'}")
     if unknown := sorted(str(key) for key in content if key not in TaskFile.model_fields and key not in UNUSED):
         raise PunaError(f"{where}: the key {unknown[0]!r} is not supported; use {', '.join(TaskFile.model_fields)}")
     values = {key: value for key, value in content.items() if key not in UNUSED}

@@ -31,7 +31,7 @@ LOOK = 0.05
 """Seconds between a follower's polls for its next job."""
 LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error is more informative, can end first."""
-END, GONE = "end", "the process that holds the store of all ranks is gone: rank 0, or an agent of torchrun"
+END, GONE = "end", "the process with the key-value store of all ranks is gone: rank 0, or an agent of torchrun"
 ONE = Layout()
 
 

@@ -52,12 +52,12 @@ class Share(NamedTuple):
 def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config: MixConfig, run: StageRun) -> None:
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
-    A category's weight comes from the configuration, else from a mixture experiment, else it is the category's share of the text, but at
-    most `max_share`. Unless weights are configured or come from `anneal_experiment`, the categories in `down_sample` keep only that
-    fraction of their weight. Training reads as much text as one pass over all training documents: a category of weight w with b of all B
-    bytes is read w B / b times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023); if that limits every category,
-    training reads less. A fractional number of epochs is rounded up for a sample of the category's documents, of all lengths alike, and
-    down for the others. Held-out documents stay held out."""
+    A category's weight is configured, or comes from a mixture experiment; without both, it is the category's share of the text, but at most
+    `max_share`. Unless weights are configured or come from `anneal_experiment`, the categories in `down_sample` keep only that fraction of
+    their weight. Training reads as much text as one pass over all training documents: a category of weight w with b of all B bytes is read
+    w B / b times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023); if that limits every category, training reads
+    less. A fractional number of epochs is rounded up for a sample of the category's documents, of all lengths alike, and down for the
+    others. Held-out documents stay held out."""
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
     facts = run.exchange(_measure, run.parts(documents, columns=["id", "text"]), split, by="id", partitions=cut)

@@ -66,9 +66,9 @@ class DigitsTask(Generator):
     question."""
 
     name: ClassVar[str] = "digits"
-    place: Literal["first", "last"] = Field("first", description="Where each number has its given digit; the other digit is free")
+    place: Literal["first", "last"] = Field("first", description="Position of the given digit in each number; the other digit is free")
     order: Literal["rising", "falling"] = Field("rising", description="From small to large, or from large to small")
-    count: int = Field(3, ge=2, le=4, description="How many numbers a question asks for")
+    count: int = Field(3, ge=2, le=4, description="Number of numbers that a question asks for")
 
     def draw(self, random: Random) -> Drawn:
         digits = random.sample(range(1 if self.place == "first" else 0, 10), self.count)

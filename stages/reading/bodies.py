@@ -77,8 +77,8 @@ def _lacks_trailer_alone(engine: Any, piece: bytes) -> bool:
 
 
 def _inflate(body: bytes, limit: int) -> bytes:
-    """Return a deflate body (zlib's header is optional) decompressed to at most `limit` + 1 bytes. Text is returned unchanged, unless it
-    begins with x."""
+    """Return a deflate body, with or without zlib's header, decompressed to at most `limit` + 1 bytes. Return a body that is already text
+    unchanged, unless it begins with x (the first byte of zlib's header)."""
     bare = body[:1] != b"\x78" or int.from_bytes(body[:2], "big") % 31 != 0  # zlib's header contains a checksum
     text = bare and not NO_TEXT.match(body)  # the body may already be decoded
     engine = zlib.decompressobj(RAW if bare else ZLIB)

@@ -25,7 +25,7 @@ def page_bytes(handle: BinaryIO, column: Any) -> int:
 
 
 def _page(handle: BinaryIO, at: int) -> tuple[int, int] | None:
-    """Return a page's compressed and decompressed size, with header; None if the header is damaged (Arrow's reader stops there too)."""
+    """Return a page's compressed and decompressed size, header included; None for a damaged header (Arrow's reader stops there, too)."""
     for most in HEAD_BYTES:
         handle.seek(at)
         try:

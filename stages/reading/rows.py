@@ -302,7 +302,7 @@ def _csv(source: io.BufferedReader, name: str, delimiter: str, max_row_bytes: in
         records = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(records, [])
     if find_repeated(names) or (names and not all(names)):
-        raise PunaError(f"{name}: its header line must name every column, each once; it holds {', '.join(map(repr, names))}")
+        raise PunaError(f"{name}: its header line must name every column, each once; it has {', '.join(map(repr, names))}")
     number = 0
     while True:
         number, lines.size, before = number + 1, 0, records.line_num

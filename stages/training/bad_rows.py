@@ -35,7 +35,7 @@ class Limit(NamedTuple):
 
 
 class BadRows:
-    """A collector of the rows that a stage drops while it renders its input; `dropped` holds them as rows of the table `dropped`.
+    """A collector of the rows that a stage drops while it renders its input; `dropped` has them as rows of the table `dropped`.
 
     Rules include `chat_template` (the template rejects the row; the detail names the message), `not_messages` (a column contains no
     conversation) and `too_long` (value and threshold in tokens)."""

@@ -140,7 +140,8 @@ def _kernel(a: Floats, b: Floats, length: float) -> Floats:
 
 
 def fit_gaussian(shares: npt.ArrayLike, loss: npt.ArrayLike) -> Gaussian:
-    """Return the process fitted to losses [n] at mixtures [n, M] by marginal likelihood: a grid of length and noise, exact variance."""
+    """Return the process with the highest marginal likelihood of losses [n] at mixtures [n, M]. Length and noise are searched for on a
+    grid; the best variance is computed."""
     x, y = np.sqrt(np.asarray(shares, dtype=np.float64)), np.asarray(loss, dtype=np.float64)
     mean, n = float(y.mean()), len(y)
     best, fit = np.inf, Gaussian(mean, 1.0, x, np.zeros(n))

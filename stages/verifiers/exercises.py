@@ -22,7 +22,7 @@ class Guess(BoundedVerifier):
     name: ClassVar[str] = "guess"
 
     number: int = Field(description="The number to find")
-    hints: bool = Field(True, description="Say whether the number is higher or lower")
+    hints: bool = Field(True, description="Say if the number is higher or lower")
 
     def score(self, question: Question, answer: str) -> Score:
         return Score(float(self._read(answer) == self.number), f"the number is {self.number}")

@@ -29,7 +29,7 @@ class Judge(Verifier):
 
     name: ClassVar[str] = "judge"
 
-    rubric: str = Field(min_length=1, description="What makes a good answer, and what each grade means")
+    rubric: str = Field(min_length=1, description="Criteria of a good answer, and the meaning of each grade")
     max_grade: int = Field(5, ge=1, le=9, description="Highest grade, one digit; the lowest is 0")
     model: str | None = Field(
         None, min_length=DIGEST, pattern="^[0-9a-f]+$", description="First digits of the model's data digest; null: the only given model"

@@ -45,7 +45,7 @@ class Numeric(BoundedVerifier):
     answer: float | str | None = Field(None, description="Expected number; null: the last number of the (marked) reference")
     absolute: float = Field(0.0, ge=0, description="Maximum absolute difference that still counts as right")
     relative: float = Field(0.0, ge=0, lt=1, description="Maximum difference that still counts as right, as a share of the expected number")
-    take: Literal["last", "first", "only"] = Field("last", description="Which number to compare; only: there must be no other number")
+    take: Literal["last", "first", "only"] = Field("last", description="Number to compare; only: there must be no other number")
     decimal: Decimal = Field("point", description="Decimal separator; the other one separates thousands")
     units: dict[str, float] = Field(
         default_factory=dict, description="Allowed units, with their sizes in the expected number's unit: {m: 1, cm: 0.01}; '' is a number "

@@ -93,8 +93,8 @@ class Scorer:
         return results
 
     def report(self, unscored: int | None = None) -> None:
-        """Write the endpoint's exchanges, if any, and as metrics how many answers could not be scored, with the first reason (if any).
-        `unscored`: that number, where scores are kept over a restart; None: that of this process."""
+        """Write the endpoint's exchanges, if any, and as metrics the number of unscored answers and the first reason, if any. `unscored`:
+        that number, if a restarted run counts earlier attempts, too; None: the number in this process."""
         count, first = self.failures
         self._run.metric("unscored_answers", count if unscored is None else unscored)
         if self._tools.endpoint is not None:

@@ -203,7 +203,8 @@ class Parallel:
             self.whole.held, self._published = self, False
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:
-        """Return the piece that a state tensor represents. A tensor `…NAME` in the shape of weight NAME's piece is cut like that weight."""
+        """Return the piece that a state tensor represents. A tensor whose name ends in a weight's name, in the shape of the weight's piece,
+        is divided like the weight."""
         owner, _, rest = name.partition(".")
         if owner in self.beside:
             return self.beside[owner].piece_of(rest, tensor)

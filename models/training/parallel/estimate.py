@@ -175,7 +175,7 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 
 def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, **used: object) -> list[Estimate]:
-    """Return up to `most` estimates that fit, fastest first, one per set of axes; if none fits, the one of fewest bytes.
+    """Return up to `most` estimates that fit, fastest first, one per set of axes; if none fits, the one with the fewest bytes.
     `checkpointing` is varied. Layouts refused on GPUs (`used`: see `Layout.refusal`) are left out."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None

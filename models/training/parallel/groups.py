@@ -104,7 +104,8 @@ class Groups:
 
     @torch.no_grad()
     def orders(self, held: Parallel) -> Iterator[dict[str, Any]]:
-        """Yield each order on a sampling rank after copying its weights; last, {"end": text}. Raise ValueError for damaged weights."""
+        """Yield the training ranks' orders on a sampling rank, each after copying the weights sent with it; the last is {"end": text}.
+        Raise ValueError for damaged weights."""
         while "end" not in (order := json.loads(self._wait(f"order-{self._asked}", self._training))):
             digests, arrived = dict[str, str](), True
             for name, weight in sorted(held.parameters.items()):

@@ -29,7 +29,7 @@ class MinhashDedupConfig(StageConfig):
     threshold: float = Field(0.8, gt=0, le=1, description="Minimum verified similarity of a removed document to the kept one (0 to 1)")
     max_new_words: int = Field(50, ge=0, description="Maximum length of a removed document's passage that the kept one lacks, in words")
     max_new_fraction: float = Field(0.05, ge=0, le=1, description="max_new_words as a fraction of the document's words; the larger applies")
-    survivor: Literal["longest", "latest", "best_score"] = Field("longest", description="Which document to keep; best_score: by `score`")
+    survivor: Literal["longest", "latest", "best_score"] = Field("longest", description="Document to keep; best_score: by `score`")
     score: str = Field("quality", description="Signal that ranks documents with survivor=best_score; higher is better, missing is worst")
     prefer_sources: tuple[str, ...] = Field(("code",), description="Sources whose documents are kept in preference to others")
     keep_index: bool = Field(False, description="Store normalized texts and signatures for `minhash_update`: about the documents' size")

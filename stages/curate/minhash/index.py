@@ -28,7 +28,7 @@ BLOCK_ROWS = 1024
 
 
 def write_index(folder: Path, sketches: list[str], config: MinhashDedupConfig) -> None:
-    """Write the index from the files of `sketch` with the prefixes `sketches`. Only ids, facts and one band's keys are held in memory."""
+    """Write the index from the files of `sketch` with the prefixes `sketches`. Only ids, facts and one band's keys are in memory."""
 
     none = {  # there may be no documents
         "ids": np.zeros(0, "S1"), "facts": np.zeros(0, FACTS), "signatures": np.zeros((0, config.bands * config.rows), np.uint32),

@@ -143,10 +143,10 @@ def sentences(codes: U32, flags: U16, start: I32, stop: I32, first: int, last: i
 @njit(cache=True)
 def c4_numbers(codes: U32, flags: U16, lower: U32, start: I32, stop: I32, line: U32, one: Any) -> None:
     """Write C4's signals to a document's record: sentences in kept lines, lines with "lorem ipsum", and lines with "{" before the first
-    "lorem ipsum". Write them twice: for lines that end in `.`, `?`, `!`, `"` or `'` but not an ellipsis, and for all lines (FineWeb).
+    line with "lorem ipsum". Write them twice: for lines that end in `.`, `?`, `!`, `"` or `'` but not in an ellipsis, and for all lines.
 
-    Counted lines have at least three words, none of more than 1000 characters. Kept lines and lines with "{" do not contain "javascript".
-    For a curly bracket, C4 drops the page and not the line, so the line's sentences count. `line`: scratch array, as long as any line."""
+    Only lines with at least three words, none longer than 1000 characters, count. A line with "javascript" is not kept, and its "{" does
+    not count. A line with "{" is kept, since C4 drops the page for it, not the line. `line`: scratch array, as long as the longest line."""
     at, total, word = 0, len(codes), 0
     results, lorem, curlies, open_found, open_lorem, open_curlies = 0, 0, 0, 0, 0, 0
     while at < total:

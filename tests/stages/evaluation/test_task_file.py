@@ -42,7 +42,7 @@ def loaded(external: External, limit: int | None = None, shots: int | None = Non
     (text(output_type="multiple_choice"), "multiple_choice needs doc_to_choice"),
     (text(output_type="loglikelihood"), "output_type: Input should be 'multiple_choice'"),
     (b"task: [", "t.yaml is not YAML"),
-    (b"- 1", "t.yaml is not a task file: it holds no keys"),
+    (b"- 1", "t.yaml is not a task file: it has no keys"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(given: bytes, message: str) -> None:
     with pytest.raises(PunaError) as refused:
