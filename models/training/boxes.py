@@ -90,8 +90,7 @@ def read(
 
 
 def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tensor:
-    """Return an fp32 copy, on `device`, of the piece `slices` of a weight. If the weight is mapped from a file, only the piece's pages are
-    read: read-ahead is off during the copy."""
+    """Return an fp32 copy, on `device`, of the piece `slices` of a weight. Of a mapped file, only the piece's pages are read."""
     import torch
 
     piece, advise = weight.detach()[slices], getattr(ctypes.CDLL(None), "madvise", None)

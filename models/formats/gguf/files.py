@@ -80,8 +80,7 @@ class GgufFile:
 
 
 def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-    """Write a language model as a GGUF file. Matrices keep their dtype, vectors are float32. Raise ValueError if shape, dtype or tokenizer
-    cannot be stored in GGUF; nothing is written then."""
+    """Write a language model as a GGUF file. Raise ValueError, and write nothing, if GGUF cannot store its shape, dtype or tokenizer."""
     import gguf
 
     architecture, shape, frequencies = config_fields(config)
