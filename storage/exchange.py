@@ -27,18 +27,14 @@ from puna.storage.parts import in_range
 from puna.storage.shards import bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
-MAP_BYTES = 96 << 20
-"""Approximate uncompressed bytes of one file of a job; the file has the runs of all partitions."""
-PIECE_BYTES = 2 << 20
-"""Average uncompressed bytes per run at which a job compresses the rows that it holds."""
+MAP_BYTES = 96 << 20  # approximate uncompressed bytes of one file of a job; the file has the runs of all partitions
+PIECE_BYTES = 2 << 20  # average uncompressed bytes per run at which a job compresses the rows that it holds
 HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
 """Maximum uncompressed bytes that a job holds, unless pieces would average less than `LEAST_PIECE`. Compression copies the bytes twice."""
 PARTITION_BYTES = 48 << 20
-LEVEL = 2048
-"""Maximum number of partitions per level, so that a run in a job's file has about 48 kB."""
+LEVEL = 2048  # maximum number of partitions per level, so that a run in a job's file has about 48 kB
 MOST_PARTITIONS = 1 << 20
-READS = 3
-"""Maximum number of reads of a run with a wrong checksum, since a bit may be flipped in transit from an object store."""
+READS = 3  # maximum number of reads of a run with a wrong checksum, since a bit may be flipped in transit from an object store
 LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 

@@ -16,11 +16,9 @@ from puna.storage.files import Files
 from puna.storage.manifest import NAME
 
 FILE = "index.jsonl"
-SPARE = 1000
-"""Number of outdated lines, beyond one per artifact, above which the index is rewritten."""
+SPARE = 1000  # number of outdated lines, beyond one per artifact, above which the index is rewritten
 
-Entry = dict[str, Any]
-"""Summary of one artifact (see `entry`)."""
+Entry = dict[str, Any]  # summary of one artifact (see `entry`)
 
 
 def manifests(files: Files) -> dict[tuple[str, str], str]:

@@ -15,13 +15,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TENSORS = "state.safetensors"
-"""Name of the tensor file in a checkpoint written by one process, which holds whole tensors."""
-WHOLE = "rollout."
-"""Prefix of the tensors that every rank reads whole: those of a rollout in progress."""
+TENSORS = "state.safetensors"  # name of the tensor file in a checkpoint written by one process, which holds whole tensors
+WHOLE = "rollout."  # prefix of the tensors that every rank reads whole: those of a rollout in progress
 Box = tuple[tuple[int, int], ...]
-Index = dict[str, dict[str, Any]]
-"""File → tensor name → its `shape` and `box`."""
+Index = dict[str, dict[str, Any]]  # file → tensor name → its `shape` and `box`
 
 
 def empty(path: Path, index: Index | None) -> dict[str, Tensor]:

@@ -15,8 +15,7 @@ from puna.models.training.parallel.layout import Layout
 from puna.models.training.registry import own_parameters, parameters_help
 from puna.models.training.schedules import Schedule, learning_rate
 
-Steps = float
-"""A number of optimization steps; below 1, a share of all steps."""
+Steps = float  # a number of optimization steps; below 1, a share of all steps
 
 
 class OptimizerSettings(Settings):

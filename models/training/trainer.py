@@ -30,8 +30,7 @@ from puna.models.transformer import Decoder
 
 Row = dict[str, float]
 RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
-TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
-"""Columns of the training log that differ from run to run."""
+TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")  # columns of the training log that differ from run to run
 Limits = tuple[float, float]  # largest loss, largest gradient norm
 NO_LIMITS: Limits = (sys.float_info.max, sys.float_info.max)  # any finite number
 
