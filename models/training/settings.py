@@ -111,7 +111,7 @@ class ScheduleSettings(Settings):
         return _resolve(self.warmup_steps, steps, steps - 1)
 
     def decay(self, steps: int) -> int:
-        """Return the number of steps of wsd's decay, or of the whole cosine, in a run of `steps` steps; 0 if neither is set."""
+        """Return the number of steps of wsd's decay, or of the whole cosine, in a run of `steps` steps; 0 if `decay_steps` is 0."""
         count = _resolve(self.decay_steps, steps, steps - self.warmup(steps))
         return max(1, count) if self.decay_steps else 0
 

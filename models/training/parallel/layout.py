@@ -89,7 +89,7 @@ class Layout(Settings):
         return self if rest else self.model_copy(update={"data": self.data * times})
 
     def misfit(self, config: ModelConfig) -> str | None:
-        """Return why a model's shape does not fit this layout; None if it fits."""
+        """Return the reason why a model's shape does not fit this layout; None if it fits."""
         for axis in sorted(self.axes):
             parts = self.stages if axis == "pipeline" else self.size(axis)
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):
@@ -97,7 +97,7 @@ class Layout(Settings):
         return None
 
     def refusal(self, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
-        """Return why no training runs under this layout, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
+        """Return why this layout is refused for training, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
         if problem := self._unproved() or (config and self.misfit(config)):
             return problem
         if self.context > 1 and device != "cpu":
