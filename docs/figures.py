@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +104,7 @@ def passage(figures: dict[str, Any]) -> str:
     """Return the passage of README: shares of right answers after each round and of its arms, and the gains with their intervals."""
     rounds, equal = figures["rounds"], figures["equal_budget"]
     first, *later = [row(f"round {one['number']}", one["after"]) for one in rounds]
+    metrics = list(rounds[0]["after"])
     lines = [
         f"| of {figures['heldout']} held-out questions | right | right and liked |",
         "|---|---|---|",
@@ -112,20 +112,22 @@ def passage(figures: dict[str, Any]) -> str:
         first,
         *(row(f"{ALONE[name]} alone", arm) for name, arm in equal["arms"].items()),
         *later,
-        f"| gold answer to the nearest training question | {share(equal['lookup'][0])} | |",
-        f"| its tokens replaced | {share(equal['replaced'])} | |",
+        f"| no model: gold answer to the nearest training question | {share(equal['lookup'][0])} | |",
+        f"| the same, its differing words replaced | {share(equal['replaced'])} | |",
+        "",
+        f"| gain (95 % interval) | {' | '.join(arms.METRICS[metric] for metric in metrics)} |",
+        f"|{'---|' * (1 + len(metrics))}",
     ]
-    metrics = list(rounds[0]["after"])
-    told = [f"Gains, {'; '.join(arms.METRICS[metric] for metric in metrics)}: round 1 over"]
-    told += [f"{ALONE[name]} {gains(arm[f'round_over_it_{metric}'] for metric in metrics)}," for name, arm in equal["arms"].items()]
+    for name, arm in equal["arms"].items():
+        lines.append(gains(f"round 1 over {ALONE[name]} alone", [arm[f"round_over_it_{metric}"] for metric in metrics]))
     for one in rounds[1:]:
         claims = one["over_strongest_control"]
-        told.append(f"round {one['number']} over its strongest control {gains(claims[metric]['gain'] for metric in metrics)},")
+        lines.append(gains(f"round {one['number']} over its strongest control", [claims[metric]["gain"] for metric in metrics]))
     for gate in figures["gates"]:
-        gain, end = gains([[gate["gain"], gate["low"], gate["high"]]]), "" if gate["verdict"] == "passed" else " (refused by its gate)"
-        told.append(f"round {gate['round']} over the one before {gain} {arms.METRICS[gate['metric']]}{end},")
-    text = textwrap.fill(" ".join(told).removesuffix(",") + ".", 138, break_on_hyphens=False, break_long_words=False)
-    return "\n".join(lines) + f"\n\n{text}"
+        name = f"round {gate['round']} over round {gate['round'] - 1}" + ("" if gate["verdict"] == "passed" else ", refused by its gate")
+        gain = [gate["gain"], gate["low"], gate["high"]]
+        lines.append(gains(name, [gain if metric == gate["metric"] else None for metric in metrics]))
+    return "\n".join(lines)
 
 
 ALONE = {"ranked": "finetuning", "rl": "RL"}
@@ -136,9 +138,10 @@ def row(name: str, shares: dict[str, float]) -> str:
     return f"| {name} | {share(shares['accuracy'])} | {share(shares['liked']) if 'liked' in shares else ''} |"
 
 
-def gains(values: Iterable[Sequence[float]]) -> str:
-    """Return gains, each with its interval."""
-    return "; ".join(f"{share(gain)} ({share(low)} to {share(high)})" for gain, low, high in values)
+def gains(name: str, values: Iterable[Sequence[float] | None]) -> str:
+    """Return a line of the table of gains: each with its interval; empty where there is none."""
+    cells = (f"{share(one[0])} ({share(one[1])} to {share(one[2])})" if one else "" for one in values)
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def written(text: str, figures: dict[str, Any]) -> str:

@@ -29,8 +29,7 @@ from puna.stages.curate.url_filter import url_filter
 from puna.stages.prompts.prompts import prompts
 from puna.storage import Artifact, PunaError
 
-APPLIED = ("language", "code_reasoning", "domains", "quality")
-"""Steps that apply a classifier."""
+APPLIED = ("language", "code_reasoning", "domains", "quality")  # steps that apply a classifier
 RULE_GROUPS = [name for name, field in SelectConfig.model_fields.items() if isinstance(field.default, StageConfig)]
 BY_MODELS = SelectConfig.model_validate({**dict.fromkeys(RULE_GROUPS), "code_reasoning": {}, "quality": {}})
 """The default configuration of the step `select_model`: only rules on classifier scores, since `select` has already applied the others."""

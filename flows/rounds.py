@@ -32,10 +32,8 @@ from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.training.settings import AdaptableConfig
 from puna.storage import Artifact, PunaError
 
-ITERATIONS = 3
-"""Number of iterations of the control arm `iterated`; each one samples and finetunes with an equal share of the budget."""
-AGAIN = Step("sft_again", "sft_again", sft, off=True)
-"""The step that finetunes a round's policy on its own right answers."""
+ITERATIONS = 3  # number of iterations of the control arm `iterated`; each one samples and finetunes with an equal share of the budget
+AGAIN = Step("sft_again", "sft_again", sft, off=True)  # the step that finetunes a round's policy on its own right answers
 DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
 """The configuration of the development prompts, on which the weights of the models in the average are searched."""
 

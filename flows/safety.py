@@ -10,8 +10,7 @@ from puna.stages.align.sft import sft
 from puna.stages.evaluation.evaluate import evaluate
 from puna.storage import Artifact
 
-RATES = {"harmful": "violations", "borderline": "false refusals"}
-"""Task of `refusal_prompts` → name of the mistake on that task's prompts."""
+RATES = {"harmful": "violations", "borderline": "false refusals"}  # task of `refusal_prompts` → name of the mistake on that task's prompts
 
 
 @flow

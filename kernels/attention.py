@@ -173,7 +173,6 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> 
 
 
 def attention_of_rows(q_nHK: Tensor, k_TGK: Tensor, v_TGV: Tensor, layout: list[Tensor]) -> Tensor:
-    """Return attention of some rows' queries over the keys of all rows, on a CPU: [n, H, V]. `layout`: `ForestMask.some_tiles` of these
-    rows, with the window already applied."""
+    """Return some rows' attention over all rows' keys, on a CPU: [n, H, V]. `layout`: `ForestMask.some_tiles` of these rows, windowed."""
     out, _ = _attention(q_nHK, k_TGK, v_TGV, layout, 0)
     return out  # type: ignore[no-any-return]

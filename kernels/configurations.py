@@ -73,8 +73,8 @@ def capability(device: torch.device) -> int:
 
 
 def place_of(kernel: str, capability: int, width: int = 0, window: bool = False, fp32: bool = False) -> Place:
-    """Return the table's place for the newest generation up to `capability`, and in it for the smallest width of at least `width`. With
-    `window`, prefer a place with a sliding window. Raise ValueError if no place fits."""
+    """Return the table's place with the newest generation up to `capability` and, among these, the smallest width of at least `width`.
+    With `window`, prefer a place with a sliding window. Raise ValueError if no place fits."""
     suitable = (p for p in table() if p.kernel == kernel and p.capability <= capability and p.width >= width)
     known = [p for p in suitable if p.window <= window and p.fp32 == fp32]
     if not known:

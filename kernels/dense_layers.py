@@ -40,8 +40,7 @@ NUMERICS = {"DenseLayer": 2, "DenseLayers": 2}
 
 @dataclass(frozen=True, eq=False)
 class DenseLayer:
-    """A layer's weights, contiguous and on CPU: norms [D] and [K], projections [outputs, inputs]. All are fp32, except that projections
-    may be INT8 with fp32 scales [outputs]."""
+    """A layer's fp32 weights, contiguous, on CPU: norms [D], [K]; projections [outputs, inputs], also INT8 with scales [outputs]."""
 
     input_norm: Tensor
     q: Tensor

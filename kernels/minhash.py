@@ -33,8 +33,7 @@ def permutations(number: int, seed: int) -> tuple[U32, U32]:
 
 
 def signatures_reference(hashes_S: U64, offsets_D1: I64, a_P: U32, b_P: U32) -> U32:
-    """Return signatures [D, P] in plain numpy: per permutation, the minimum of the permuted hashes of a document's shingles. A document
-    without shingles gets a row of 2^32 - 1, the largest value."""
+    """Return signatures [D, P]: the minimum of a document's hashes under each permutation; without hashes, the row is 2^32 - 1."""
     out = np.full((len(offsets_D1) - 1, len(a_P)), TOP32, dtype=np.uint32)
     for d in range(len(out)):
         h_S = (hashes_S[offsets_D1[d] : offsets_D1[d + 1]] & np.uint64(TOP32)).astype(np.uint32)

@@ -170,8 +170,7 @@ differentiable(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, with the inputs' shape and dtype; raise ValueError if these differ. Strided rows, such as halves of a
-    joint projection, are read in place."""
+    """Return silu(gate) * up, in the inputs' shape and dtype; raise ValueError if these differ. Strided rows are read in place."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"gate is {gate.dtype} {list(gate.shape)}, up {up.dtype} {list(up.shape)}: they must be alike")
     width = gate.shape[-1]

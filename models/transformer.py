@@ -66,8 +66,7 @@ class Decoder(nn.Module):
 def decode(
     layers: Iterable[Layer], norm: nn.Module, config: ModelConfig, x_TD: Tensor, positions: Tensor, attend: Attend
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states of embedded tokens x [T, D] at position ids [T], after layers and final norm; and the load-balancing loss
-    averaged over the layers, None without experts."""
+    """Return hidden states [T, D] of embedded tokens x after layers and final norm; and the layers' mean load-balancing loss, or None."""
     cos, sin = rotary_table(config, positions, x_TD.dtype)
     balances = []
     for layer in layers:
@@ -196,8 +195,7 @@ class Transformer(nn.Module):
         return self.model(self.model.embed_tokens(forest.tokens), forest.positions, forest_attend(self.config, forest.mask))
 
     def take_balance_loss(self) -> Tensor | None:
-        """Return `router_aux_loss_coef` times the layers' mean load-balancing loss of the last forward pass with gradients, and forget the
-        loss; None without such a pass or without experts."""
+        """Return the last training pass's mean load-balancing loss, times `router_aux_loss_coef`, and forget it; None without experts."""
         balance, self.model.balance = self.model.balance, None
         return None if balance is None or self.config.moe is None else self.config.moe.router_aux_loss_coef * balance
 

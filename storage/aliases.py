@@ -18,8 +18,7 @@ from puna.storage.artifact import Artifact
 from puna.storage.errors import PunaError
 from puna.storage.files import Files
 
-DEFAULT = "default"
-"""The project that is used if none is named."""
+DEFAULT = "default"  # the project that is used if none is named
 JOURNAL = "refs/.journal"
 FIELDS = {"time", "alias", "artifact"}
 PROJECTS = "refs/.projects"

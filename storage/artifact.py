@@ -20,8 +20,7 @@ from puna.storage.parts import Beside, Part, ShardRows, Stored, between
 from puna.storage.schemas import table_schema
 from puna.storage.shards import Shard
 
-CHECKED = ".checked"
-"""Name of a file beside a manifest that lists the versions of the artifact's files whose checksums have been verified."""
+CHECKED = ".checked"  # name of a file beside a manifest that lists the versions of the artifact's files whose checksums have been verified
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,6 @@ class Artifact:
         return pa.concat_tables(tables) if tables else self._empty(table, columns)
 
     def schema(self, table: str | None = None) -> pa.Schema:
-        """Return a table's Arrow schema: its columns with their types."""
         schema, own = table_schema(table or self.kind), self.record(table).columns
         more = [pa.field(name, pa.type_for_alias(kind)) for name, kind in own.items() if name not in schema.schema.names]
         return schema.schema_for(pa.schema([*schema.schema, *more]))

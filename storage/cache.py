@@ -19,8 +19,7 @@ from typing import BinaryIO
 from puna.storage.errors import PunaError
 
 MOST_GB = 50.0
-PINNED = 64
-"""Number of most recently used entries that a process protects from removal."""
+PINNED = 64  # number of most recently used entries that a process protects from removal
 
 _pinned: OrderedDict[Path, BinaryIO] = OrderedDict()
 

@@ -23,8 +23,7 @@ from puna.storage.store import Store
 from puna.storage.tables import connect, literal, pattern
 from puna.storage.views import DERIVED, FACTS, MACROS, NEWEST, Views, duck_type, facts
 
-MOST_COMPARED = 4 << 30
-"""Maximum bytes of files whose checksums are verified per statement, which takes about 3 s on one core."""
+MOST_COMPARED = 4 << 30  # maximum bytes of files whose checksums are verified per statement, which takes about 3 s on one core
 
 
 class Catalog:
@@ -161,7 +160,6 @@ def create_facts(connection: duckdb.DuckDBPyConnection, name: str, rows: list[di
 
 
 def create_view(connection: duckdb.DuckDBPyConnection, name: str, views: Views) -> None:
-    """Create the view `name`. Raise PunaError if one of its files cannot be read."""
     try:
         connection.execute(f"create view {name} as {views.query(name)}")
     except duckdb.Error as error:

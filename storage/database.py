@@ -25,8 +25,7 @@ from puna.storage.views import FACTS, MACROS, NEWEST, Views, facts
 
 FILE = "puna.duckdb"
 RUNS = ("runs", "steps")
-VERSION = 6
-"""Version of the views; increase it with every change, so that older files are rewritten."""
+VERSION = 6  # version of the views; increase it with every change, so that older files are rewritten
 
 
 def write(store: Store) -> bool:

@@ -76,7 +76,6 @@ class Rolling:
                 _update(self._states, field.name, column)
 
     def hexdigest(self) -> str:
-        """Return the digest of the rows added so far, 64 hex digits."""
         whole = hashlib.sha256(f"{self._rows}".encode())
         for field in self._schema:
             whole.update(f"\0{field.name}\0{field.type}\0".encode())

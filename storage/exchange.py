@@ -27,18 +27,14 @@ from puna.storage.parts import in_range
 from puna.storage.shards import bounds, shard_of
 from puna.storage.staging import Damaged, Staging
 
-MAP_BYTES = 96 << 20
-"""Approximate uncompressed bytes of one file of a job; the file has the runs of all partitions."""
-PIECE_BYTES = 2 << 20
-"""Average uncompressed bytes per run at which a job compresses the rows that it holds."""
+MAP_BYTES = 96 << 20  # approximate uncompressed bytes of one file of a job; the file has the runs of all partitions
+PIECE_BYTES = 2 << 20  # average uncompressed bytes per run at which a job compresses the rows that it holds
 HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
 """Maximum uncompressed bytes that a job holds, unless pieces would average less than `LEAST_PIECE`. Compression copies the bytes twice."""
 PARTITION_BYTES = 48 << 20
-LEVEL = 2048
-"""Maximum number of partitions per level, so that a run in a job's file has about 48 kB."""
+LEVEL = 2048  # maximum number of partitions per level, so that a run in a job's file has about 48 kB
 MOST_PARTITIONS = 1 << 20
-READS = 3
-"""Maximum number of reads of a run with a wrong checksum, since a bit may be flipped in transit from an object store."""
+READS = 3  # maximum number of reads of a run with a wrong checksum, since a bit may be flipped in transit from an object store
 LZ4 = ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -105,8 +101,7 @@ class Exchange:
 
     @property
     def nonempty_parts(self) -> list[Partition]:
-        """Return the partitions that have rows. If jobs ran but wrote no rows, return the first, so that derived tables get their
-        columns."""
+        """Return the partitions that have rows. If jobs wrote no rows, return the first, so that derived tables get their columns."""
         return [part for part in self.parts if (part.ends > part.begins).any()] or list(self.parts[:1] if self.infos else ())
 
     def within(self, low: str, high: str | None) -> Exchange:
@@ -236,8 +231,7 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the result of an earlier attempt at the job; None if there is none, or if it divided the rows into another number of runs.
-    Raise `Damaged` if one of its files is damaged."""
+    """Return the job's result in an earlier attempt; None without one, or with other runs. Raise `Damaged` if a file of it is damaged."""
     if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
@@ -260,8 +254,7 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return all jobs' results as an exchange: of partitions or, at the first of two levels, of groups of partitions. Raise PunaError if
-    the jobs' tables have different columns."""
+    """Return all jobs' results as an exchange: of partitions, or of groups. Raise PunaError if the jobs' tables have different columns."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange returned tables with different columns")

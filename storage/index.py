@@ -16,11 +16,9 @@ from puna.storage.files import Files
 from puna.storage.manifest import NAME
 
 FILE = "index.jsonl"
-SPARE = 1000
-"""Number of outdated lines, beyond one per artifact, above which the index is rewritten."""
+SPARE = 1000  # number of outdated lines, beyond one per artifact, above which the index is rewritten
 
-Entry = dict[str, Any]
-"""Summary of one artifact (see `entry`)."""
+Entry = dict[str, Any]  # summary of one artifact (see `entry`)
 
 
 def manifests(files: Files) -> dict[tuple[str, str], str]:
@@ -49,8 +47,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of an artifact's manifest. Raise PunaError if the manifest cannot be read. The field `sound` is true if the
-    manifest is consistent and belongs to this artifact."""
+    """Return the summary of a manifest; `sound`: the manifest is consistent and belongs to the artifact. Raise PunaError if unreadable."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

@@ -23,10 +23,8 @@ from puna.storage.errors import PunaError
 if TYPE_CHECKING:
     from puna.storage.s3 import S3Files as Place
 
-TERM = 20.0
-"""Seconds per term: a lease is renewed four times per term, and may be taken over after two terms without a renewal."""
-FIRST_POLL, POLL = 0.05, 1.0
-"""Seconds between polls of a lease that another process holds: initially, and at most."""
+TERM = 20.0  # seconds per term: a lease is renewed four times per term, and may be taken over after two terms without a renewal
+FIRST_POLL, POLL = 0.05, 1.0  # seconds between polls of a lease that another process holds: initially, and at most
 
 
 class State(NamedTuple):
@@ -74,8 +72,7 @@ class Held:
                 self._place.swap_version(self._name, _content(""), self._version)
 
 
-_held: dict[tuple[Place, str], Held] = {}
-"""The leases of this process."""
+_held: dict[tuple[Place, str], Held] = {}  # the leases of this process
 _threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading.Lock)
 """Locks that allow only one thread of this process at a time to hold a name or ask for it."""
 

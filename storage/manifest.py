@@ -16,10 +16,8 @@ from puna.storage.shards import FileRecord, Shard
 
 FORMAT = 2
 NAME = "manifest.json"
-SMALL = 1 << 20
-"""Maximum size in bytes of manifests that a process caches."""
-IMPORT = "import"
-"""Stage name in manifests of imported tables, which no stage made."""
+SMALL = 1 << 20  # maximum size in bytes of manifests that a process caches
+IMPORT = "import"  # stage name in manifests of imported tables, which no stage made
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,7 @@ def key_of(stage: str, code_version: str, config: dict[str, Any], inputs: list[I
     )
 
 
-MEANING = "meaning"
-"""The name, among a stage's code symbols, of the single hash of all its code without module names."""
+MEANING = "meaning"  # the name, among a stage's code symbols, of the single hash of all its code without module names
 
 
 def code_version(symbols: dict[str, str]) -> str:

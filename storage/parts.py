@@ -211,7 +211,6 @@ class Part:
         return self.start + self.rows
 
     def read(self) -> pa.Table:
-        """Return the rows as a table. Only the row groups that contain them are read."""
         return self.shard.read(self.first, self.first + self.rows, self.columns)
 
     def split(self) -> Iterator[Part]:

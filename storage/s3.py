@@ -28,10 +28,8 @@ from puna.storage.files import LOCKS, DamagedFile, Files, Stat
 if TYPE_CHECKING:  # the package has these names only for type checkers
     from obstore import ObjectMeta, PutMode
 
-MULTIPART = 16 << 20
-"""File size in bytes above which uploads are in pieces, and the minimum size of a piece."""
-COPIED = 5 << 30
-"""Maximum size in bytes of an object that S3 copies in one request."""
+MULTIPART = 16 << 20  # file size in bytes above which uploads are in pieces, and the minimum size of a piece
+COPIED = 5 << 30  # maximum size in bytes of an object that S3 copies in one request
 AT_ONCE = 8
 SUMS, NONCE = "puna-sums", "puna-nonce"
 
@@ -309,7 +307,6 @@ class StoreFileSystem(AbstractFileSystem):
         return datetime.fromtimestamp(0, UTC)
 
     def glob(self, path: str, **_: Any) -> list[str]:
-        """Return [path] if this file exists, else []; DuckDB's pattern `path` has no wildcards here."""
         return [path] if self.exists(path) else []
 
     def _open(self, path: str, mode: str = "rb", *_: Any, **__: Any) -> Any:

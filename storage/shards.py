@@ -29,14 +29,11 @@ from puna.storage import digest
 from puna.storage.errors import PunaError
 from puna.storage.schemas import TableSchema, table_schema
 
-GROUP_BYTES = 8 << 20
-"""Uncompressed bytes at which a row group ends, regardless of its number of rows."""
-LEVEL = 1
-"""zstd compression level: level 3 would save a seventh of the space and take 1.5 times as long."""
+GROUP_BYTES = 8 << 20  # uncompressed bytes at which a row group ends, regardless of its number of rows
+LEVEL = 1  # zstd compression level: level 3 would save a seventh of the space and take 1.5 times as long
 UNLIKE = frozenset({"id", "url", "title", "text", "body", "detail"})
 """Columns whose values rarely repeat, for which dictionary encoding saves nothing and makes reading take more memory."""
-GROWTH = 0.6
-"""Exponent by which the number of shards grows with a table's size: larger tables have more shards, which are also larger."""
+GROWTH = 0.6  # exponent by which the number of shards grows with a table's size: larger tables have more shards, which are also larger
 ORDER = pa.schema({"source": pa.int32(), "row": pa.int32()})
 FACTS = pa.schema({"digest": pa.binary(digest.ROW_BYTES), "characters": pa.int32()})
 

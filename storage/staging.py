@@ -36,10 +36,8 @@ class Staged:
     files: dict[str, tuple[str, FileRecord]]
     number: int | None = None
     cut: int = 0
-    info: Any = None
-    """The JSON value that the job returned with its tables."""
-    values: dict[str, int] = field(default_factory=dict)
-    """Column → number of non-null values, for an open table."""
+    info: Any = None  # the JSON value that the job returned with its tables
+    values: dict[str, int] = field(default_factory=dict)  # column → number of non-null values, for an open table
 
     def stored_file(self, files: Files, what: str = "table") -> Stored | None:
         if what not in self.files:

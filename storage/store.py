@@ -156,7 +156,6 @@ class Store:
             return damage.quarantine(self.files, artifact)
 
     def suspects(self) -> dict[str, str]:
-        """Return key → reason for all suspect artifacts; see `damage`."""
         return damage.suspects(self.files)
 
     def reading(self) -> Store:

@@ -32,10 +32,8 @@ Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
 
 LEAST_KEPT = 0.25
 """Minimum share of the sources' rows to keep by reference. Fewer rows are copied, because reading them by reference would cost more."""
-MERGED_ROWS = 4096
-"""Maximum rows per batch that DuckDB's sort returns."""
-MOST_SOURCES = 4
-"""Maximum number of artifacts whose rows a table may keep by reference. With more, all rows are copied."""
+MERGED_ROWS = 4096  # maximum rows per batch that DuckDB's sort returns
+MOST_SOURCES = 4  # maximum number of artifacts whose rows a table may keep by reference. With more, all rows are copied.
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,8 @@ class Pieces:
     staged: list[Staged]
     cut: int = 0
     sources: tuple[Source, ...] = ()
-    source_shards: tuple[tuple[Stored | None, ...], ...] = ()
-    """For each source, its own files by shard."""
-    ranges: bool = False
-    """True if the pieces have disjoint key ranges, so that they can be shards."""
+    source_shards: tuple[tuple[Stored | None, ...], ...] = ()  # for each source, its own files by shard
+    ranges: bool = False  # true if the pieces have disjoint key ranges, so that they can be shards
 
 
 class Made(NamedTuple):

@@ -22,8 +22,7 @@ from puna.storage.tables import literal, pattern
 
 NEWEST = "newest"
 """Name of the SQL schema whose views have the rows of only one artifact: the newest of the kind or, for side tables, with the table."""
-ADDRESSES = "addresses"
-"""Name of the view of all URLs of pages and documents."""
+ADDRESSES = "addresses"  # name of the view of all URLs of pages and documents
 
 
 def _facts(*columns: pa.Field) -> pa.Schema:
@@ -202,8 +201,7 @@ def _query(name: str) -> tuple[tuple[str, ...], str, str]:
     return tuple(needs.removeprefix("-- needs: ").split(", ")), text.strip(), shows.removeprefix("-- ")
 
 
-DERIVED = {name: _query(name) for name in ("leaderboard", "forecasts")}
-"""View → (tables that it needs, its query, what it shows)."""
+DERIVED = {name: _query(name) for name in ("leaderboard", "forecasts")}  # view → (tables that it needs, its query, what it shows)
 MACROS = {f"{name}()": _query(name) for name in ("key_of", "upstream", "lineage", "diff", "fate")}
 """Macro → (views and macros that it needs, its definition after `create macro`, what it returns)."""
 

@@ -34,8 +34,7 @@ from puna.storage.staging import Damaged, Outputs, Staged, Staging
 from puna.storage.tables import Made, Mapper, Pieces
 
 INPUTS = "inputs.json"
-LOGS = "runs/held-"
-"""Prefix of the names of logs with the keys that live processes use; `gc` keeps the artifacts with these keys."""
+LOGS = "runs/held-"  # prefix of the names of logs with the keys that live processes use; `gc` keeps the artifacts with these keys
 WITHOUT_TABLE = {"tokenizer", "model", "classifier"}
 
 
@@ -67,10 +66,8 @@ class Work:
         self.scratch = files.scratch(f"{self.place}/scratch")
         self.staging = Staging(files, f"{self.place}/parts")
         self.mapper: Mapper = map
-        self.cut = 0
-        """Number of shards of the corpus that the artifact's rows belong to; 0: no corpus."""
-        self.ranges: set[str] = set()
-        """Names of tables whose pieces have disjoint key ranges, so that the pieces can be shards."""
+        self.cut = 0  # number of shards of the corpus that the artifact's rows belong to; 0: no corpus
+        self.ranges: set[str] = set()  # names of tables whose pieces have disjoint key ranges, so that the pieces can be shards
         self._claimed: dict[str, list[Staged]] = {}
         self._made: dict[str, Made] | None = None
         self.shift = 0
@@ -96,7 +93,6 @@ class Work:
             return None
 
     def say(self, damaged: str) -> None:
-        """Warn that `damaged`, a file or record of an earlier attempt, is damaged."""
         warnings.warn(f"{damaged}, left by an earlier attempt, is damaged; its job runs again", stacklevel=2)
 
     def claim(self, staged: Iterable[Staged]) -> None:

@@ -43,8 +43,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of 
 TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0: the likeliest token (default: the model's own, or 0.7)")]
 TopOption = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this total probability (default: the model's)")]
 SERVING = ServingSettings()
-CHAT = {"temperature": 0.7, "top_p": 0.95}
-"""Default sampling parameters of `chat`, for those that neither the model nor an option sets."""
+CHAT = {"temperature": 0.7, "top_p": 0.95}  # default sampling parameters of `chat`, for those that neither the model nor an option sets
 TokensOption = Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling")]
 DraftOption = Annotated[str | None, typer.Option(metavar="MODEL", help="Smaller draft model with the same tokenizer")]

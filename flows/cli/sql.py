@@ -1,4 +1,4 @@
-"""The command `puna sql`: one query, or a prompt with completion and history."""
+"""The command `puna sql`: one query, or an interactive prompt with completion and history."""
 
 from __future__ import annotations
 

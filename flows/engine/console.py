@@ -25,8 +25,7 @@ from puna.storage import Artifact
 from puna.storage.explain import Change
 
 EVERY_SECONDS = 15.0  # minimum seconds between two lines on a step's progress
-OURS = (" | Flow run ", " | Task run ")
-"""Markers of Prefect's own log lines, which the Prefect server already has."""
+OURS = (" | Flow run ", " | Task run ")  # markers of Prefect's own log lines, which the Prefect server already has
 LAST_SECONDS = 1.0  # maximum seconds that the last lines of standard error are waited for
 BITS = {
     "document_bits_per_byte": "bits per byte", "ngram_bits_per_byte": "n-grams", "ngram_page_bits_per_byte": "n-grams + page's",

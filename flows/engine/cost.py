@@ -29,16 +29,12 @@ if TYPE_CHECKING:
     from puna.models.accounting import Machine, Precision
     from puna.models.training.parallel.estimate import Estimate
 
-CPU_FLOPS = 1e20
-"""Maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU."""
-LARGE, MOST_GPUS = "H100", 2**17
-"""The GPU for plans that are too large for a CPU, and the largest number of GPUs that is tried."""
+CPU_FLOPS = 1e20  # maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU
+LARGE, MOST_GPUS = "H100", 2**17  # the GPU for plans that are too large for a CPU, and the largest number of GPUs that is tried
 MODEL = "times are computed; median error 8 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
 REFUSED = "on GPUs: context parallelism"
-LONGEST = 90 * 86_400
-"""Maximum seconds of training if the plan chooses the number of GPUs."""
-LOOKED_AT = 256
-"""Maximum number of prompts that are tokenized to estimate lengths."""
+LONGEST = 90 * 86_400  # maximum seconds of training if the plan chooses the number of GPUs
+LOOKED_AT = 256  # maximum number of prompts that are tokenized to estimate lengths
 
 
 def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
@@ -201,13 +197,12 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
 
 
 def _machine(config: ModelConfig, context: int, gpu: str | None, precision: Precision = "bf16") -> Machine:
-    from puna.models.accounting import Machine
-    from puna.models.memory.probe import measure
+    from puna.models.accounting import Machine, measured_machine
 
     if gpu is not None:
         with errors_at(f"--gpu {gpu}", ValueError):
             return Machine.gpu(gpu, precision)
-    return measure(config, context)
+    return measured_machine(config, context)
 
 
 def _context(recipe: Recipe, phase: Phase, context: int) -> int:

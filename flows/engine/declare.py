@@ -245,8 +245,7 @@ class Walk(ABC):
         for part in parts:
             part()
 
-    performs: ClassVar[bool] = False
-    """True if the walk computes the steps and may change the store."""
+    performs: ClassVar[bool] = False  # true if the walk computes the steps and may change the store
 
     def store(self) -> Store | None:
         """Return the store that the flow may read; None in a trace."""

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 DEFAULT_STORE = ".puna"
-DEFAULT_RECIPE = "demo"
-"""Recipe of a flow if --recipe is not given."""
+DEFAULT_RECIPE = "demo"  # recipe of a flow if --recipe is not given
 OFFLINE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -22,8 +21,7 @@ OFFLINE = {
 }
 ADDRESSES, ALLOWED, REFUSED = "PUNA_FORM_ADDRESSES", "allowed", "refused"
 """The environment variable that says whether forms may name inputs by URL, and its values."""
-SERVED = "PUNA_SERVED_STORE"
-"""The environment variable that names a server's store to its worker. Forms may always name this store."""
+SERVED = "PUNA_SERVED_STORE"  # the environment variable that names a server's store to its worker. Forms may always name this store.
 MODULES = "PUNA_SERVED_MODULES"
 """The environment variable that names a server's `--module` files and modules to its child processes, as a JSON list."""
 

@@ -18,12 +18,9 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.aliases import ALIAS, LONGEST
 from puna.storage.schemas import KINDS
 
-IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")
-"""Kinds of artifacts for which an error suggests `puna import`."""
-ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")
-"""Suffixes of files that hold rows, and so are not models."""
-COLUMNS = ("text", "html", "url", "date")
-"""The fields of a page that `--columns` can assign."""
+IMPORTED = ("model", "documents", "instructions", "prompts", "preferences")  # kinds of artifacts for which an error suggests `puna import`
+ROWS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".zst")  # suffixes of files that hold rows, and so are not models
+COLUMNS = ("text", "html", "url", "date")  # the fields of a page that `--columns` can assign
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ def is_artifact(text: str) -> bool:
 
 
 def alias_of(name: str) -> str:
-    """Return the alias that `--as NAME` sets; raise PunaError if NAME is not valid."""
     alias = f"{name}@latest"
     if "/" in name or not ALIAS.fullmatch(alias) or len(alias.encode()) > LONGEST:
         raise PunaError(f"--as {name}: a name has letters, digits, _, - and . only, and {LONGEST} bytes at most, for example smollm2")

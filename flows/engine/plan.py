@@ -18,8 +18,7 @@ from puna.stages.contract import External, Stage, StageConfig, Value, identify, 
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import against, flat
 
-BEGINS = ("model", "size")
-"""Inputs of a training stage that determine its cost."""
+BEGINS = ("model", "size")  # inputs of a training stage that determine its cost
 STATES = {"reused": "reused", "runs": "run", "after": "wait for these"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}
 """Exponents of the growth of costs: a cost is proportional to this power of the input's size."""

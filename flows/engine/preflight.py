@@ -24,12 +24,10 @@ from puna.stages.executors import PROCESSES
 from puna.stages.reading.pages import Page
 from puna.storage import Artifact, PunaError, Store
 
-PEEK_CHARACTERS = 4000
-"""Maximum characters of the text sampled from a page."""
+PEEK_CHARACTERS = 4000  # maximum characters of the text sampled from a page
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of NVIDIA's and AMD's drivers. If one exists, models are in the accelerator's memory, not in the machine's."""
-STORED_PER_BYTE = 1.5
-"""Minimum bytes of disk that curation needs per byte of its inputs: pages and their text, both compressed."""
+STORED_PER_BYTE = 1.5  # minimum bytes of disk that curation needs per byte of its inputs: pages and their text, both compressed
 
 
 def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:

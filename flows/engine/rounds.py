@@ -16,10 +16,8 @@ from puna.stages.align.judgements import ALIAS
 from puna.storage import Artifact, PunaError, Store
 
 POLICY = "policy@latest"
-NOTE = "rounds"
-"""Name of the project's JSON file with the settings of automatic rounds."""
-SETTLED = "gate@"
-"""Prefix of the aliases that mark verdicts as carried out; the first digits of the gate's key follow."""
+NOTE = "rounds"  # name of the project's JSON file with the settings of automatic rounds
+SETTLED = "gate@"  # prefix of the aliases that mark verdicts as carried out; the first digits of the gate's key follow
 
 
 @dataclass(frozen=True)

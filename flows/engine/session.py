@@ -35,8 +35,7 @@ from puna.storage import Artifact, Identity, PunaError, Store, database, runs
 from puna.storage.explain import against
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILES = {"extract": 70, "heuristics": 52}
-"""Stage → CPU seconds to compile its loops for a new processor."""
+COMPILES = {"extract": 70, "heuristics": 52}  # stage → CPU seconds to compile its loops for a new processor
 
 
 StepRunner = Callable[[Stage, StageConfig, Mapping[str, list[Artifact]], str, Callable[[str], Outcome]], Outcome]

@@ -127,7 +127,6 @@ def flow_named(name: str) -> Flow:
 
 
 def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) -> Trace:
-    """Return the trace of a flow with a recipe: its steps and unmet needs."""
     tracer = Tracer(recipe)
     tracer.walk(flow, flow.placeholders() if given is None else given)
     labels = {step.label for step in tracer.trace.steps}

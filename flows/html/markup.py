@@ -50,8 +50,7 @@ def tag(name: str, /, *content: Content, **attributes: object) -> Html:
     return Html(opened if name in VOID else f"{opened}{join(content)}</{name}>")
 
 
-THEME = tag("button", "Light / dark", type="button", id="theme")
-"""The button that switches a page between light and dark colours."""
+THEME = tag("button", "Light / dark", type="button", id="theme")  # the button that switches a page between light and dark colours
 
 
 def document(title: str, body: Html, *head: Content) -> Html:
@@ -80,7 +79,6 @@ def details(summary: Content, *content: Content, open_: bool = False, class_: st
 
 
 def section(name: str, title: str, lead: Content, *content: Content) -> Html:
-    """Return a section of a page with the anchor `name`; empty markup if the section has no content."""
     inside = join(content)
     if not inside:
         return Html("")

@@ -20,8 +20,7 @@ Point = tuple[float | str, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """A mapping of values to the span from `start` to `stop` (units of the view box). `names`: words that replace numbers as values.
-    `whole`: only whole numbers get ticks."""
+    """A mapping of values to the span `start` to `stop` of the view box. `names`: words as values. `whole`: ticks only at whole numbers."""
 
     low: float
     high: float

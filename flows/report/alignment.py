@@ -37,7 +37,6 @@ class Measured:
 
 
 def model_label(step: str) -> str:
-    """Return the evaluated model's label, from the step's name: evaluate_round_1 is "Round 1"."""
     return for_people(step.removeprefix("evaluate_"))
 
 

@@ -18,7 +18,6 @@ Link = Callable[[Artifact], Content]
 
 
 def plain(artifact: Artifact) -> Content:
-    """Return an artifact's id as markup, for pages without links to other pages."""
     return tag("code", artifact.id)
 
 

@@ -110,7 +110,6 @@ class Run:
         return same[0] if same else self.store.find(record.kind, record.key)
 
     def inputs(self, step: Step) -> list[Artifact]:
-        """Return the step's input artifacts that are still in the store."""
         artifacts = (self.source(step, record) for record in step.artifact.manifest.inputs)
         return [a for a in artifacts if a is not None]
 

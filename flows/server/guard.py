@@ -25,8 +25,7 @@ HEADER_SECONDS = 30.0  # maximum seconds that a connection stays open without a 
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)(?::(?P<port>[0-9]{1,5}))?")
 PAGES = re.compile(r"/|/puna/?|/puna/(start|artifacts|rounds|sql|chat|run/[^/]+|artifact/\w+/\w+|start/[\w-]+)|/v2(/.*)?")
 """Paths to which another site may link: opening them has no side effects."""
-ASKING = re.compile(r"/puna/(sql|start/[\w-]+)|/v2(/.*)?")
-"""Paths to which another site may link with a query, which only fills in a form."""
+ASKING = re.compile(r"/puna/(sql|start/[\w-]+)|/v2(/.*)?")  # paths to which another site may link with a query, which only fills in a form
 OWN = ("same-origin", "none")
 
 Refusal = Callable[[int, str], Response]

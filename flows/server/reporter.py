@@ -30,10 +30,8 @@ from puna.storage.files import write_bytes
 EVERY_SECONDS = 3.0
 SOON_SECONDS = 0.1
 """Pause after a request that failed because the server is unreachable or busy; the pause doubles with each failure, up to 1 s."""
-LAST_SECONDS = 8.0
-"""Maximum seconds to wait at the end of a run for pending reports, if the server answered the last request."""
-GONE_SECONDS = 1.0
-"""Maximum seconds to wait at the end of a run for pending reports, if the server did not answer the last request."""
+LAST_SECONDS = 8.0  # maximum seconds to wait at the end of a run for pending reports, if the server answered the last request
+GONE_SECONDS = 1.0  # maximum seconds to wait at the end of a run for pending reports, if the server did not answer the last request
 MAX_LOGS = 5000
 MOST_METRICS = 30
 MOST_PLOTS = 4
@@ -46,11 +44,9 @@ class StepRecord:
 
     label: str
     stage: str
-    inputs: Mapping[str, Sequence[str]]
-    """Name of an input → ids of the steps of this run that made or reused its artifacts."""
+    inputs: Mapping[str, Sequence[str]]  # name of an input → ids of the steps of this run that made or reused its artifacts
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    own: bool = True
-    """True if this reporter sends the step's state; False if the step runs as a Prefect task, whose state Prefect sends."""
+    own: bool = True  # true if this reporter sends the step's state; False if the step runs as a Prefect task, whose state Prefect sends
     state: str = "RUNNING"
     name: str | None = None
     message: str | None = None

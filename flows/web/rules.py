@@ -41,8 +41,7 @@ class Selection:
     languages: pa.Table | None
     rules: list[Rule | SqlRule]
     step: str
-    gone: Mapping[str, str]
-    """Id → name of the rule, for each document that the unchanged rules drop."""
+    gone: Mapping[str, str]  # id → name of the rule, for each document that the unchanged rules drop
 
 
 _lock = threading.Lock()

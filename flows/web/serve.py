@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 STOP_SECONDS = 30.0  # seconds that runs in progress have to end and to report their end
 BODY_BYTES = 32 << 20  # maximum bytes of a request's body to Prefect's API, which takes whole artifacts and batches of logs
 LINE = 200  # maximum length of a log line of Prefect's services
-STEADY_SECONDS = 60.0
-"""Minimum lifetime of a worker, in seconds, after which it restarts in 1 s; after shorter lives the wait doubles."""
+STEADY_SECONDS = 60.0  # minimum lifetime of a worker, in seconds, after which it restarts in 1 s; after shorter lives the wait doubles
 
 
 def up(uri: str, host: str, port: int, limit: int, auth: str, urls: bool = False) -> None:

@@ -12,10 +12,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-Address = int
-"""Memory address of numbers that a loop reads or writes; 0: none. Passing an address costs a tenth of passing an array."""
-FAST = {"contract", "reassoc", "nsz", "arcp"}
-"""LLVM's fast-math flags that let the compiler choose the order and rounding of arithmetic."""
+Address = int  # memory address of numbers that a loop reads or writes; 0: none. Passing an address costs a tenth of passing an array.
+FAST = {"contract", "reassoc", "nsz", "arcp"}  # LLVM's fast-math flags that let the compiler choose the order and rounding of arithmetic
 _one_thread = threading.RLock()
 
 

@@ -40,8 +40,7 @@ def by_rows(loop: Callable[..., None], rows: int, width: int, *tensors: Tensor |
 
 
 def array(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a CPU tensor as an array over its memory, valid while the tensor lives. `Tensor.numpy` would make the tensor's storage
-    non-resizable, but FSDP frees and refills storages."""
+    """Return a CPU tensor as an array, valid while the tensor lives. Unlike `Tensor.numpy`, it leaves the storage resizable, for FSDP."""
     bytes_each, strides = tensor.element_size(), tensor.stride()
     size = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
     memory = (ctypes.c_char * (size * bytes_each)).from_address(tensor.data_ptr())

@@ -43,8 +43,7 @@ TARGETS = {"x86_64": ("x86-64-v3", "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe 
 """Machine → (LLVM's name of the processor that shipped loops are compiled for, instructions that it must have)."""
 FILES_PER_LOOP = 64  # maximum files, for several signatures, processors and versions of the code
 SUM_BYTES = 4  # bytes of the checksum after a compiled loop
-APART = ("puna.storage", "puna.stages.contract")
-"""Packages that hold no code that a loop could use."""
+APART = ("puna.storage", "puna.stages.contract")  # packages that hold no code that a loop could use
 LIBRARIES = {"site-packages", "dist-packages"}
 """Names of folders of installed libraries, in this environment or in another one on the module path."""
 FUNCTION = re.compile(r"^(?:@|def |class |async )[^\n]*\n(?:(?:[ \t)][^\n]*)?\n)*", re.MULTILINE)

@@ -41,10 +41,8 @@ add, minus, times, over = (
     operation(vector, vector, vector)(write) for write in (ir.IRBuilder.fadd, ir.IRBuilder.fsub, ir.IRBuilder.fmul, ir.IRBuilder.fdiv)
 )
 """Operations that return a + b, a - b, a b, a / b, lane by lane."""
-load = operation(vector, address)(llvm.load)
-"""Operation that returns the sixteen numbers at an address."""
-fill = operation(vector, number)(llvm.spread)
-"""Operation that returns a vector with a number in all lanes."""
+load = operation(vector, address)(llvm.load)  # operation that returns the sixteen numbers at an address
+fill = operation(vector, number)(llvm.spread)  # operation that returns a vector with a number in all lanes
 
 
 @operation(types.CPointer(number), address)

@@ -25,8 +25,7 @@ class Span(NamedTuple):
     entity: str
 
 
-EVERY = (1 << len(Hint)) - 1
-"""All hints, for a text whose hints are unknown."""
+EVERY = (1 << len(Hint)) - 1  # all hints, for a text whose hints are unknown
 
 # An apostrophe is allowed only in names like O'Neil: elsewhere it opens a quotation.
 EMAIL = re.compile(

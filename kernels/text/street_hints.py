@@ -9,8 +9,7 @@ from puna.kernels.cpu.numba_cache import njit
 from puna.kernels.text.postal import BOXES, ENGLISH_KINDS, FRENCH_KINDS, GERMANIC_ENDS, GERMANIC_STARTS, ROMANCE_KINDS, ROMANCE_SMALL
 
 U8 = NDArray[np.uint8]
-BACK, AHEAD = 12, 7
-"""Maximum number of words of an address before and after its number: `Calle de la … de … 5`, `5 A N. … … … … Street`."""
+BACK, AHEAD = 12, 7  # maximum number of words of an address before and after its number: `Calle de la … de … 5`, `5 A N. … … … … Street`.
 LONGEST = 160  # maximum number of bytes of a name, with attached signs
 SPACE, COMMA, ORDINAL_END, DEGREE_END = ord(" "), ord(","), 0xBA, 0xB0  # the last two: last byte of º and of ° in UTF-8
 

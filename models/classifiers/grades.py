@@ -46,7 +46,6 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """Return the model whose weights lie beside this module."""
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)

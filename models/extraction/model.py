@@ -54,7 +54,7 @@ def agree(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] without copies, as for narrow screens: blocks of `COPIED_WORDS` or more (not `pre`) with the words of an
-    earlier kept block. Blocks with the same path are no copies: messages of a thread or entries of a reference may have equal words."""
+    earlier kept block. Blocks with the same path are not copies: messages of a thread or entries of a reference may have equal words."""
     keys = text_keys(page)
     out = keep.copy()
     numbers, count = numbers_of(keys)
@@ -185,7 +185,6 @@ class Model(NamedTuple):
 
 @lru_cache(maxsize=1)
 def load() -> Model:
-    """Return the model whose weights lie beside this module."""
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)

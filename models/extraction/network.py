@@ -55,7 +55,6 @@ def inputs(rows: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[
 
 @njit(cache=True)
 def _dense(x: NDArray[np.float32], weights: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return max(x W + bias, 0) [rows, outputs]."""
     out, depth = np.empty((len(x), len(bias)), np.float32), x.shape[1]
     for v in range(len(weights)):
         to = out.ctypes.data + 4 * LANES * v

@@ -22,8 +22,7 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Grammar:
-    """A factory of token masks for JSON schemas. `size`: the model's vocabulary size; ids unknown to the tokenizer are masked.
-    The constructor raises ValueError if the tokenizer has no stop token."""
+    """A factory of token masks for JSON schemas. `size`: the model's vocabulary. A tokenizer without a stop token raises ValueError."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         from llguidance import LLTokenizer

@@ -116,12 +116,9 @@ class Room(NamedTuple):
     memory: int
 
 
-USUAL_ANSWERS = {"cpu": 64, "cuda": 256}
-"""Default number of concurrent answers, by device type."""
-USUAL_STEP = {"cpu": 2048, "cuda": 8192}
-"""Default tokens of a generation step, by device type."""
-CPU_KEYS = 1 << 30
-"""Default bytes of keys and values on a CPU; on a GPU half of the free memory."""
+USUAL_ANSWERS = {"cpu": 64, "cuda": 256}  # default number of concurrent answers, by device type
+USUAL_STEP = {"cpu": 2048, "cuda": 8192}  # default tokens of a generation step, by device type
+CPU_KEYS = 1 << 30  # default bytes of keys and values on a CPU; on a GPU half of the free memory
 
 
 def generation_room(device: torch.device, sequences: int | None, step_tokens: int | None, memory: int | None) -> Room:

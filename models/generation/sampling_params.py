@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-COLDEST = 1e-4
-"""The lowest temperature above 0. Below it, float32 cannot tell log-probs apart, and the likeliest token is taken."""
+COLDEST = 1e-4  # the lowest temperature above 0. Below it, float32 cannot tell log-probs apart, and the likeliest token is taken.
 Mask = Callable[[Sequence[int]], Tensor]  # an answer's tokens so far -> [V] bool on CPU, True for tokens that may follow
 
 

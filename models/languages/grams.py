@@ -39,7 +39,6 @@ class Grams(NamedTuple):
 
 @lru_cache(maxsize=1)
 def grams() -> Grams:
-    """Return the classifier that comes with Puna."""
     with np.load(FILE, allow_pickle=False) as archive:
         labels, scripts = archive["labels"].tolist(), archive["scripts"].tolist()
         costs = np.repeat(archive["unseen"][None], 1 << BITS, axis=0)

@@ -102,8 +102,7 @@ def script_of(codes: NDArray[np.uint32]) -> str:
 
 
 def script_shares(codes: NDArray[np.uint32], bounds: NDArray[np.int64]) -> tuple[list[int], list[float]]:
-    """Return for each text codes[bounds[n]:bounds[n + 1]] its main script, as an index into `CODES`, and that script's share of the letters
-    and marks. Han with some kana is Japanese."""
+    """Return each text's main script (index into `CODES`) and its share of letters and marks. Text n: codes[bounds[n]:bounds[n + 1]]."""
     counts = np.zeros((len(bounds) - 1, 64), np.int64)
     _count_scripts(codes, bounds, tables().flags, script_numbers(), counts)
     total = counts.sum(axis=1)

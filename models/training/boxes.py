@@ -15,13 +15,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TENSORS = "state.safetensors"
-"""Name of the tensor file in a checkpoint written by one process, which holds whole tensors."""
-WHOLE = "rollout."
-"""Prefix of the tensors that every rank reads whole: those of a rollout in progress."""
+TENSORS = "state.safetensors"  # name of the tensor file in a checkpoint written by one process, which holds whole tensors
+WHOLE = "rollout."  # prefix of the tensors that every rank reads whole: those of a rollout in progress
 Box = tuple[tuple[int, int], ...]
-Index = dict[str, dict[str, Any]]
-"""File → tensor name → its `shape` and `box`."""
+Index = dict[str, dict[str, Any]]  # file → tensor name → its `shape` and `box`
 
 
 def empty(path: Path, index: Index | None) -> dict[str, Tensor]:
@@ -90,8 +87,7 @@ def read(
 
 
 def own(weight: Tensor, slices: tuple[slice, ...], device: torch.device) -> Tensor:
-    """Return an fp32 copy, on `device`, of the piece `slices` of a weight. If the weight is mapped from a file, only the piece's pages are
-    read: read-ahead is off during the copy."""
+    """Return an fp32 copy, on `device`, of the piece `slices` of a weight. Of a mapped file, only the piece's pages are read."""
     import torch
 
     piece, advise = weight.detach()[slices], getattr(ctypes.CDLL(None), "madvise", None)

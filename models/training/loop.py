@@ -26,8 +26,7 @@ __all__ = ["Row", "TrainConfig", "TrainLog", "TrainingDiverged", "Trainer", "tra
 
 TrainLog = list[Row]
 Batches = Callable[[int], Any]
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by size in bytes."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 class TrainingDiverged(RuntimeError):

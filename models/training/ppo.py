@@ -33,8 +33,7 @@ from puna.models.training.state import Job, Saver, check_identity
 from puna.models.training.trainer import between_layers
 from puna.models.transformer import Transformer
 
-Estimate = tuple[Tensor, Tensor, Tensor]
-"""Values, advantages and returns of N answer tokens, [N] each."""
+Estimate = tuple[Tensor, Tensor, Tensor]  # values, advantages and returns of N answer tokens, [N] each
 Estimator = Callable[[Sampled, dict[str, float], Mapping[str, Trainer]], Estimate]
 Parts = dict[str, tuple[nn.Module, Ppo | Value, float | None, Mapping[str, float] | None]]
 """The models that are trained, each with its objective, its learning rate, and factors of that rate by parameter."""

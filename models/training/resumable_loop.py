@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from puna.models.training.state import Saver, check_identity, load_arrays, save_state
 
-SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5
-"""Seconds between two saves, and minimum seconds of work after which the end is saved, too."""
+SAVE_SECONDS, REPEATED_SECONDS = 10.0, 0.5  # seconds between two saves, and minimum seconds of work after which the end is saved, too
 ROWS = "rows.f32"
 Item = TypeVar("Item")
 Arrays = Mapping[str, NDArray[Any]]

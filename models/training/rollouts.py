@@ -38,14 +38,12 @@ from puna.models.transformer import Transformer
 Config = TypeVar("Config", bound=RolloutSettings)
 Scores = Sequence[Sequence[Any]]
 Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Scores | Mapping[str, Scores]]
-"""Function that returns the answers' rewards, or a mapping: the rewards as `score`, their parts by name, `steps` as (end, reward), and
-`unscored`: 1 where scoring failed, else 0."""
+"""Function that returns the answers' rewards, or a mapping with `score`, named parts, `steps` (end, reward), `unscored` (1: failed)."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
 """Function that stores a rollout's rows, one per answer; rows None: an earlier attempt of the run has stored the rows."""
 Remember = Callable[[str, Callable[[], Any]], Any]
 """Function that returns the JSON value stored under a name; the first time, it computes the value with the given function."""
-WAVE_FLOPS = 3e11
-"""FLOPs of the answers that a CPU samples between two saves: a few seconds of a core's time."""
+WAVE_FLOPS = 3e11  # FLOPs of the answers that a CPU samples between two saves: a few seconds of a core's time
 MISMATCH = 0.1
 """Largest mean difference, in nats per token, between another engine's log-probs and the policy's; beyond it, answers are refused."""
 WATCHED = 8

@@ -15,8 +15,7 @@ from puna.models.training.parallel.layout import Layout
 from puna.models.training.registry import own_parameters, parameters_help
 from puna.models.training.schedules import Schedule, learning_rate
 
-Steps = float
-"""A number of optimization steps; below 1, a share of all steps."""
+Steps = float  # a number of optimization steps; below 1, a share of all steps
 
 
 class OptimizerSettings(Settings):
@@ -112,7 +111,7 @@ class ScheduleSettings(Settings):
         return _resolve(self.warmup_steps, steps, steps - 1)
 
     def decay(self, steps: int) -> int:
-        """Return the number of steps of wsd's decay, or of the whole cosine, in a run of `steps` steps; 0 if neither is set."""
+        """Return the number of steps of wsd's decay, or of the whole cosine, in a run of `steps` steps; 0 if `decay_steps` is 0."""
         count = _resolve(self.decay_steps, steps, steps - self.warmup(steps))
         return max(1, count) if self.decay_steps else 0
 

@@ -90,11 +90,9 @@ def interruptible(call: Callable[[], Result]) -> Result:
 
 
 RECORD = "state.json"
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Errors that reading a damaged checkpoint may raise."""
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # errors that reading a damaged checkpoint may raise
 
-SAVE_SHARE = 0.02
-"""Maximum share of a training run's time that periodic saving may take (0 to 1)."""
+SAVE_SHARE = 0.02  # maximum share of a training run's time that periodic saving may take (0 to 1)
 
 
 class Saver:

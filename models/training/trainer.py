@@ -30,8 +30,7 @@ from puna.models.transformer import Decoder
 
 Row = dict[str, float]
 RESERVED = ("step", "loss", "learning_rate", "gradient_norm", "tokens", "seconds", "skipped")
-TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")
-"""Columns of the training log that differ from run to run."""
+TIMED = ("seconds", "tokens_per_second", "model_flops_utilization")  # columns of the training log that differ from run to run
 Limits = tuple[float, float]  # largest loss, largest gradient norm
 NO_LIMITS: Limits = (sys.float_info.max, sys.float_info.max)  # any finite number
 
@@ -269,8 +268,8 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor], in_pieces: bool = False) -> None:
-        """Overwrite the optimisers' state with another run's tensors `state.…`: for this rank's pieces, or for whole weights, of which this
-        rank takes its pieces, with zeros for new tokens. Raise ValueError if the optimisers or other shapes differ."""
+        """Overwrite the optimisers' state with another run's tensors `state.…`. `in_pieces`: they are this rank's pieces. Else they are
+        whole, and this rank takes its pieces, with zeros for new tokens. Raise ValueError if the optimisers or other shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
         # Other ranks restore the state of other pipeline stages and of the matrices that they own.

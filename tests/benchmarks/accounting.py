@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from puna.models import accounting
+from puna.models.accounting import measured_machine
 from puna.models.config import ModelConfig
-from puna.models.memory.probe import measure
 from puna.models.training.loop import TrainConfig, Trainer
 from puna.models.training.objectives import LanguageModeling
 from puna.models.training.objectives.base import Targets
@@ -85,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for name, (config, lengths) in SHAPES.items():
-        machine = measure(config, max(lengths), time.process_time)
+        machine = measured_machine(config, max(lengths), time.process_time)
         predicted = accounting.step_time(config, lengths, machine)
         seconds = seconds_of(config, lengths, options.rounds)
         figures[f"step time, predicted / measured, {name}"] = predicted.total / seconds

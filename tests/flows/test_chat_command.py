@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+import typer
+from pydantic import Field
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from puna.flows.cli import load_engine
 from puna.flows.cli.main import app
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import save
@@ -245,3 +248,23 @@ def test_commands_have_the_serving_settings_of_stages():
         options = {option.name: option for option in get_command(app).commands[command].params}
         assert {name: (options[name].help, options[name].default) for name in fields} == {n: (f.description, f.default) for n, f in fields.items()}
         assert "serving" not in options and "draft" in options
+
+
+def test_one_field_of_the_serving_settings_adds_an_option(monkeypatch):
+    class Settings(ServingSettings):
+        """Serving settings with one more field."""
+
+        shelves: int = Field(3, ge=1, description="Number of shelves")
+
+    monkeypatch.setattr(load_engine, "ServingSettings", Settings)
+    given = []
+
+    def lend(name: str, serving: Settings) -> None:
+        given.append((name, serving.shelves, serving.weights))
+
+    library = typer.Typer()
+    library.command()(load_engine.serving_options(lend))
+    run = CliRunner().invoke
+    assert [run(library, ["a"]).exit_code, run(library, ["b", "--shelves", "5", "--weights", "int8"]).exit_code] == [0, 0]
+    assert given == [("a", 3, "same"), ("b", 5, "int8")]
+    assert "shelves: Input should be greater than or equal to 1" in str(run(library, ["c", "--shelves", "0"]).exception)

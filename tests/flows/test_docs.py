@@ -247,8 +247,8 @@ def test_the_readmes_figures_and_picture_are_of_one_run() -> None:
     second["over_strongest_control"]["accuracy"] = {"control": "x", "gain": [-0.25, -0.3, -0.2], "verdict": "cost"}
     gate = {"round": 2, "verdict": "refused", "metric": "liked", "gain": 0.1, "low": -0.1, "high": 0.3}
     passage = " ".join(figures.passage(other | {"rounds": [other["rounds"][0], second], "gates": [gate]}).split())
-    assert "round 2 over its strongest control -.250 (-.300 to -.200)" in passage
-    assert passage.endswith("round 2 over the one before .100 (-.100 to .300) right and liked (refused by its gate).")
+    assert "| round 2 over its strongest control | -.250 (-.300 to -.200) |" in passage
+    assert passage.endswith("| round 2 over round 1, refused by its gate | | .100 (-.100 to .300) |")
 
 
 def test_figures_are_read_from_a_run(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def ids(*shape, seed=1):
 
 
 def close(ours, expected, tolerance):
-    assert (ours - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
+    return (ours - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
 
 
 def compare(name, folder, dtype, tolerance):
@@ -124,14 +124,14 @@ def compare(name, folder, dtype, tolerance):
     twin = theirs(folder, dtype)
     logits = model.logits(model.hidden(Forest.pack(list(tokens))))
     expected = twin(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-    close(logits, expected, tolerance)
+    assert close(logits, expected, tolerance)
     upstream = torch.randn(logits.shape, dtype=dtype, generator=torch.Generator().manual_seed(2)) / 63
     logits.backward(upstream)
     expected.backward(upstream)
     gradients = dict(twin.named_parameters())
     assert gradients.keys() == dict(model.named_parameters()).keys()
     for parameter_name, parameter in model.named_parameters():
-        close(parameter.grad, gradients[parameter_name].grad, tolerance)
+        assert close(parameter.grad, gradients[parameter_name].grad, tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -192,7 +192,7 @@ def test_engine_draws_what_the_whole_forest_would(name):
             logits = model.logits(model.hidden(Forest.pack([row])))[len(prompt) - 1 : -1]
             assert logits.argmax(-1).tolist() == answer.tokens
             expected = logits.log_softmax(-1).gather(1, row[len(prompt) :, None])[:, 0]
-            close(torch.tensor(answer.logprobs, dtype=torch.float64), expected, 1e-9)
+            assert close(torch.tensor(answer.logprobs, dtype=torch.float64), expected, 1e-9)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -200,13 +200,13 @@ def test_packed_equals_separate_and_a_forest_of_12_answers_equals_12_rows(name):
     model = build(name, dtype=torch.float64)
     documents = [ids(length, seed=length) for length in (70, 1, 33, 5)]
     packed = model.hidden(Forest.pack(documents))
-    close(packed, torch.cat([model.hidden(Forest.pack([d])) for d in documents]), 1e-10)
+    assert close(packed, torch.cat([model.hidden(Forest.pack([d])) for d in documents]), 1e-10)
     prompt, answers = ids(20), [ids(3 + i, seed=50 + i) for i in range(12)]
     hidden = model.hidden(Forest.branch(prompt, answers))
     start = len(prompt)
     for answer in answers:
         row = model.hidden(Forest.pack([torch.cat([prompt, answer])]))
-        close(hidden[start : start + len(answer)], row[len(prompt) :], 1e-10)
+        assert close(hidden[start : start + len(answer)], row[len(prompt) :], 1e-10)
         start += len(answer)
 
 
@@ -228,15 +228,15 @@ def test_parallel_block_is_its_formula_and_goes_round(tmp_path):
         handle.remove()
     x, out = seen["block"]
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * block.input_layernorm.weight
-    close(seen["attention"][0], normed, 1e-12)
-    close(seen["mlp"][0], normed, 1e-12)
-    close(out[0], x + seen["attention"][1] + seen["mlp"][1], 1e-12)
+    assert close(seen["attention"][0], normed, 1e-12)
+    assert close(seen["mlp"][0], normed, 1e-12)
+    assert close(out[0], x + seen["attention"][1] + seen["mlp"][1], 1e-12)
     save(model.float(), tmp_path)
     assert load(tmp_path).config == config
     hub = PunaForCausalLM.from_pretrained(tmp_path)
     hub.save_pretrained(tmp_path / "hub")
     assert load(tmp_path / "hub").config == config
-    close(hub(input_ids=tokens[None]).logits[0].double(), logits, 1e-5)
+    assert close(hub(input_ids=tokens[None]).logits[0].double(), logits, 1e-5)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"])
@@ -265,7 +265,7 @@ def test_balance_loss_is_its_formula():
         chosen = torch.zeros_like(p).scatter(1, p.topk(2, -1).indices, 1.0)
         expected += 4 * (chosen.mean(0) * p.mean(0)).sum() / 3
     loss = model.take_balance_loss()
-    close(loss, 0.001 * expected, 1e-12)
+    assert close(loss, 0.001 * expected, 1e-12)
     loss.backward()
     assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
     with torch.no_grad():
@@ -338,7 +338,7 @@ def test_gguf_files_load_and_save_as_safetensors(tmp_path):
     hub = PunaForCausalLM.from_transformer(load(tmp_path / "tiny.gguf"))
     twin = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     tokens = torch.randint(0, 64, (2, 15), generator=torch.Generator().manual_seed(1))
-    close(hub(input_ids=tokens).logits, twin(input_ids=tokens).logits, 2e-5)
+    assert close(hub(input_ids=tokens).logits, twin(input_ids=tokens).logits, 2e-5)
     for name, tensor in model.state_dict().items():
         # Q8_0 keeps each block of 32 within half a step of its largest value / 127.
         error = (hub.state_dict()[name] - tensor).abs().max()

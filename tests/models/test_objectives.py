@@ -56,10 +56,10 @@ def test_a_masked_row_gives_zero_and_a_zero_gradient():
 
 def test_whiten():
     # 1, 3 have mean 2 and sample variance 2, as in TRL's `masked_whiten`; the masked 100 does not count.
-    got = o.whiten(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
+    got = o.ppo.whiten(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
     assert got.tolist() == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], abs=1e-6)
-    assert o.whiten(torch.tensor([5.0, 7.0]), torch.tensor([True, False])).tolist() == [0.0, 0.0]
-    assert o.whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
+    assert o.ppo.whiten(torch.tensor([5.0, 7.0]), torch.tensor([True, False])).tolist() == [0.0, 0.0]
+    assert o.ppo.whiten(torch.ones(3), torch.zeros(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
 
 
 class Fixed:
@@ -107,7 +107,7 @@ def test_ppo_value_loss_by_hand():
     values = torch.tensor([1.0, 1.0, 9.0], dtype=torch.float64, requires_grad=True)
     old = torch.full((3,), 0.5, dtype=torch.float64)
     returns = torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)
-    loss = o.ppo_value_loss(values, old, returns, torch.tensor([True, True, False]), clip=0.2, total=2)
+    loss = o.ppo.ppo_value_loss(values, old, returns, torch.tensor([True, True, False]), clip=0.2, total=2)
     loss.backward()
     assert loss.item() == pytest.approx(0.5 * (1.0 + 1.69) / 2)
     assert values.grad.tolist() == pytest.approx([0.5, 0.0, 0.0])
@@ -117,7 +117,7 @@ def test_ranked_pairs_and_reward_loss_by_hand():
     # Prompt 0 ranks three answers (3 pairs), prompt 1 has a tie (none), prompt 2 two answers (1 pair).
     prompt = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     rank = torch.tensor([0, 1, 2, 0, 0, 1, 0])
-    better, worse, weight = o.ranked_pairs(prompt, rank)
+    better, worse, weight = o.reward.ranked_pairs(prompt, rank)
     assert list(zip(better.tolist(), worse.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 2), (6, 5)]
     assert weight.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1.0])
     rewards = torch.tensor([2.0, 0.0, 0.0, 9.0, 9.0, 0.0, 1.0])
@@ -126,7 +126,7 @@ def test_ranked_pairs_and_reward_loss_by_hand():
         return math.log1p(math.exp(-x))
 
     expected = ((2 * nll(2.0) + nll(0.0)) / 3 + nll(1.0)) / 2
-    assert o.reward_loss(rewards[better], rewards[worse], weight, 2).item() == pytest.approx(
+    assert o.reward.reward_loss(rewards[better], rewards[worse], weight, 2).item() == pytest.approx(
         expected, rel=1e-6
     )
 
@@ -138,11 +138,11 @@ def test_divergence_by_hand():
     student, teacher = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log(), torch.tensor([[0.5, 0.5], [0.75, 0.25]]).log()
     forward = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     reverse = -0.5 * (math.log(1.5) + math.log(0.5))
-    assert o.divergence(student, teacher, 0.0).tolist() == pytest.approx([0.0, forward], abs=1e-7)
-    assert o.divergence(student, teacher, 1.0).tolist() == pytest.approx([0.0, reverse], abs=1e-7)
+    assert o.likelihood.divergence(student, teacher, 0.0).tolist() == pytest.approx([0.0, forward], abs=1e-7)
+    assert o.likelihood.divergence(student, teacher, 1.0).tolist() == pytest.approx([0.0, reverse], abs=1e-7)
     # The mixture is (5/8, 3/8): half of each side's divergence to it.
     half = 0.5 * (0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3)) + 0.5 * (0.5 * math.log(4 / 5) + 0.5 * math.log(4 / 3))
-    assert o.divergence(student, teacher, 0.5).tolist() == pytest.approx([0.0, half], abs=1e-7)
+    assert o.likelihood.divergence(student, teacher, 0.5).tolist() == pytest.approx([0.0, half], abs=1e-7)
 
 
 def test_a_teachers_further_logits_only_pad():
@@ -188,7 +188,7 @@ def test_targets_refuse_nonsense():
 @settings(max_examples=30, deadline=None)
 def test_sum_segments(lengths: list[int]):
     values = torch.arange(float(sum(lengths)), dtype=torch.float64, requires_grad=True)
-    got = o.sum_segments(values, torch.tensor(lengths))
+    got = o.base.sum_segments(values, torch.tensor(lengths))
     assert got.tolist() == [float(part.sum()) for part in values.detach().split(lengths)]
     (got * torch.arange(1.0, len(lengths) + 1)).sum().backward()
     assert values.grad.tolist() == [i + 1.0 for i, n in enumerate(lengths) for _ in range(n)]
@@ -211,7 +211,7 @@ def ppo_batch(some: list[tuple[list[int], list[list[int]]]], reference: Transfor
     noise = torch.sin(
         laid_out.tokens * 3.1 + torch.arange(1000)[laid_out.forest.positions[laid_out.positions]]
     )
-    old = o.target_logprobs(reference, laid_out).detach()
+    old = o.base.target_logprobs(reference, laid_out).detach()
     return o.PpoBatch(laid_out, old, noise, 0.3 * noise, noise.cos())
 
 
@@ -307,7 +307,7 @@ def test_language_modeling_is_the_mean_over_documents_together():
     assert together[0] == pytest.approx(apart[0], rel=1e-6)
     assert (together[2] - apart[2]).abs().max() <= 1e-5 * together[2].abs().max()
     laid_out = o.Targets.from_documents(documents)
-    logprobs = o.target_logprobs(made, laid_out)
+    logprobs = o.base.target_logprobs(made, laid_out)
     assert together[0] == pytest.approx(-logprobs.mean().item(), rel=1e-6)
     assert together[1]["bits_per_token"] == pytest.approx(together[0] / math.log(2), rel=1e-6)
 
@@ -319,8 +319,8 @@ def test_dpo_leaves_format_tokens_out_of_the_preference_and_in_the_nll():
     made, reference = model(), model(seed=1)
     some = [([1, 2, 3], [[4, 5, 20], [6, 20]])]
     plain = dpo_batch(some, reference)
-    logprobs = o.target_logprobs(made, plain.targets).detach()
-    base = o.target_logprobs(reference, plain.targets).detach()
+    logprobs = o.base.target_logprobs(made, plain.targets).detach()
+    base = o.base.target_logprobs(reference, plain.targets).detach()
     difference = (logprobs - base)[:2].sum() - (logprobs - base)[3:4].sum()
     nll = -logprobs[:3].mean()
     loss, metrics = o.Dpo(beta=0.1, nll_weight=0.2)(made, plain)

@@ -247,7 +247,7 @@ def test_policy_losses_are_those_of_trls_grpo(kind: str, weighed: bool, seed: in
     flags = [row[:n].tolist() for row, n in zip(mask, lengths, strict=True)]
     targets = o.Targets.from_answers([[1], [2]], answers, [flags[:2], flags[2:]])
     each = advantages.repeat_interleave(torch.tensor(lengths))
-    weights = o.importance_weights(old[inside], drawn[inside], 1.5) if weighed else None
+    weights = o.ppo.importance_weights(old[inside], drawn[inside], 1.5) if weighed else None
     batch = o.PpoBatch(targets, old[inside], each, torch.zeros_like(each), torch.zeros_like(each), weights)
     objective = o.Ppo(0.2, 0.07, clip_high=0.3, max_tokens=most, **TRL_POLICY_LOSSES[kind])
     loss, metrics = objective(Given(leaf, entropies[inside]), batch)
@@ -263,10 +263,10 @@ def test_divergence_is_that_of_trls_gkd(beta: float) -> None:
     generator = torch.Generator().manual_seed(0)
     ours, theirs_ = (torch.randn(6, 11, generator=generator).double() for _ in range(2))
     student = ours.clone().requires_grad_(True)
-    o.divergence((student / 0.7).log_softmax(-1), (theirs_ / 0.7).log_softmax(-1), beta).mean().backward()
+    o.likelihood.divergence((student / 0.7).log_softmax(-1), (theirs_ / 0.7).log_softmax(-1), beta).mean().backward()
     other = ours.clone().requires_grad_(True)
     loss = gkd.GKDTrainer.generalized_jsd_loss(other[None], theirs_[None], torch.zeros(1, 6), beta, 0.7, "batchmean")
     loss.backward()
-    found = o.divergence((ours / 0.7).log_softmax(-1), (theirs_ / 0.7).log_softmax(-1), beta).mean()
+    found = o.likelihood.divergence((ours / 0.7).log_softmax(-1), (theirs_ / 0.7).log_softmax(-1), beta).mean()
     assert found.item() == pytest.approx(loss.item(), rel=1e-6)
     assert (student.grad - other.grad).abs().max() <= 1e-6 * other.grad.abs().max()

@@ -198,7 +198,7 @@ def test_accumulation_does_not_change_the_step():
 
 def test_a_plain_function_is_an_objective_but_cannot_be_split():
     def objective(made: Transformer, batch: o.Targets) -> tuple[torch.Tensor, dict]:
-        loss = -o.target_logprobs(made, batch).mean()
+        loss = -o.base.target_logprobs(made, batch).mean()
         return loss, {"double": 2 * loss.detach()}
 
     config = TrainConfig(steps=1, schedule={"learning_rate": 1e-3})

@@ -89,7 +89,7 @@ def group_settings(baseline: str = "grpo", **more) -> GrpoSettings:
 @pytest.mark.parametrize("baseline", ["grpo", "mean", "rloo"])
 def test_group_advantages_by_hand(baseline: str):
     rewards = torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]], dtype=torch.float64)
-    found = o.group_advantages(rewards, baseline)
+    found = o.ppo.group_advantages(rewards, baseline)
     assert found[1].tolist() == [0.0] * 4
     rest = [(sum(rewards[0]) - r) / 3 for r in rewards[0]]
     if baseline == "rloo":
@@ -103,8 +103,8 @@ def test_group_advantages_by_hand(baseline: str):
 @pytest.mark.parametrize("baseline", ["grpo", "mean", "rloo"])
 def test_equal_rewards_give_no_advantage(baseline: str):
     for count, reward in itertools.product((2, 3, 7, 8, 12), (0.1, 0.3, 0.7, 1 / 3, -8.437, 12.3, 100.1)):
-        assert not o.group_advantages(torch.full((2, count), reward), baseline).any(), (count, reward)
-        assert not o.step_advantages([[(2, reward)]] * count, baseline).any(), (count, reward)
+        assert not o.ppo.group_advantages(torch.full((2, count), reward), baseline).any(), (count, reward)
+        assert not o.ppo.step_advantages([[(2, reward)]] * count, baseline).any(), (count, reward)
 
 
 def test_step_advantages_by_hand():
@@ -112,12 +112,12 @@ def test_step_advantages_by_hand():
     steps = [[(2, 1.0), (2, 0.0), (5, 1.0)], [(1, 0.0), (3, 0.0)]]
     up, down = 0.6, -0.4
     expected = [up + down + up] * 2 + [up] * 3 + [2 * down] + [down] * 2
-    assert o.step_advantages(steps, "mean").tolist() == pytest.approx(expected, abs=1e-6)
-    assert o.step_advantages(steps, "grpo").tolist() == pytest.approx([a / math.sqrt(0.3) for a in expected], rel=1e-5)
+    assert o.ppo.step_advantages(steps, "mean").tolist() == pytest.approx(expected, abs=1e-6)
+    assert o.ppo.step_advantages(steps, "grpo").tolist() == pytest.approx([a / math.sqrt(0.3) for a in expected], rel=1e-5)
     # Answers without steps are compared as a whole.
     rewards = torch.tensor([[1.0, 0.0, 0.25]])
-    alone = o.step_advantages([[(4, reward)] for reward in rewards[0].tolist()], "grpo")
-    assert torch.equal(alone, o.group_advantages(rewards, "grpo")[0].repeat_interleave(4))
+    alone = o.ppo.step_advantages([[(4, reward)] for reward in rewards[0].tolist()], "grpo")
+    assert torch.equal(alone, o.ppo.group_advantages(rewards, "grpo")[0].repeat_interleave(4))
 
 
 def test_rewards_of_steps_reach_the_tokens_before_them():
@@ -148,8 +148,8 @@ def test_rewards_of_steps_reach_the_tokens_before_them():
 def test_a_wider_range_above_one_lets_the_ratio_rise():
     new = torch.tensor([1.25, 1.5, 0.75, 0.7]).log()
     a = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    assert o.clipped_surrogate(new, a, 0.2).tolist() == pytest.approx([1.2, 1.2, -0.8, -0.8])
-    assert o.clipped_surrogate(new, a, 0.2, 0.4).tolist() == pytest.approx([1.25, 1.4, -0.8, -0.8])
+    assert o.ppo.clipped_surrogate(new, a, 0.2).tolist() == pytest.approx([1.2, 1.2, -0.8, -0.8])
+    assert o.ppo.clipped_surrogate(new, a, 0.2, 0.4).tolist() == pytest.approx([1.25, 1.4, -0.8, -0.8])
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])

@@ -68,21 +68,21 @@ def next_tokens(forest):
 
 
 def close(ours, expected, tolerance):
-    assert (ours - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
+    return (ours - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
 
 
 def compare_with_llama(model, tolerance):
     twin, tokens = llama(model), ids(4, 19)
     logits = model.logits(model.hidden(Forest.pack(list(tokens))))
     expected = twin(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-    close(logits, expected, tolerance)
+    assert close(logits, expected, tolerance)
     upstream = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(2)) / 76
     logits.backward(upstream)
     expected.backward(upstream)
     theirs = dict(twin.named_parameters())
     assert theirs.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
-        close(parameter.grad, theirs[name].grad, tolerance)
+        assert close(parameter.grad, theirs[name].grad, tolerance)
 
 
 SHAPES = [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 6}, {"num_key_value_heads": 1}]
@@ -103,7 +103,7 @@ def test_packed_equals_separate(dtype, tolerance):
     model = build().to(dtype)
     documents = [ids(length, seed=length) for length in (70, 1, 33, 5, 64)]
     packed = model.hidden(Forest.pack(documents))
-    close(packed, torch.cat([model.hidden(Forest.pack([document])) for document in documents]), tolerance)
+    assert close(packed, torch.cat([model.hidden(Forest.pack([document])) for document in documents]), tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-10)])
@@ -129,7 +129,7 @@ def test_twelve_answers_equal_twelve_rows(dtype, tolerance):
         )
         results.append([logprobs, entropy, *gradients])
     for ours, expected in zip(*results, strict=True):
-        close(ours, expected, 5 * tolerance)
+        assert close(ours, expected, 5 * tolerance)
 
 
 def test_nested_branches_see_their_path():
@@ -140,7 +140,7 @@ def test_nested_branches_see_their_path():
     positions = torch.tensor([0, 1, 2, 3, 4, 4, 5, 2, 3, 4])
     hidden = model.hidden(Forest(tokens, end, positions))
     for path in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 5, 6], [0, 1, 7, 8, 9]):
-        close(hidden[path], model.hidden(Forest.pack([tokens[path]])), 1e-10)
+        assert close(hidden[path], model.hidden(Forest.pack([tokens[path]])), 1e-10)
 
 
 def test_token_logprobs_and_cross_entropy_are_those_of_the_logits():
@@ -153,18 +153,18 @@ def test_token_logprobs_and_cross_entropy_are_those_of_the_logits():
     for temperature in (1.0, 0.6):
         expected = torch.log_softmax(logits / temperature, -1)
         logprobs, entropy = model.token_logprobs(forest, positions, targets, temperature)
-        close(logprobs, expected.gather(1, targets[:, None])[:, 0], 1e-12)
-        close(entropy, -(expected.exp() * expected).sum(-1), 1e-12)
+        assert close(logprobs, expected.gather(1, targets[:, None])[:, 0], 1e-12)
+        assert close(entropy, -(expected.exp() * expected).sum(-1), 1e-12)
     weights = torch.full((len(targets),), 1 / len(targets), dtype=torch.float64)
     loss = model.cross_entropy(forest, positions, targets, weights)
-    close(loss, torch.nn.functional.cross_entropy(logits, targets), 1e-12)
+    assert close(loss, torch.nn.functional.cross_entropy(logits, targets), 1e-12)
 
 
 def test_scalar_head_reads_one_number_per_token():
     model = build("scalar").double()
     hidden = model.hidden(Forest.pack([ids(5)]))
     assert model.scalar(hidden).shape == (5,)
-    close(model.scalar(hidden), hidden @ model.score.weight[0], 1e-12)
+    assert close(model.scalar(hidden), hidden @ model.score.weight[0], 1e-12)
 
 
 def test_weights_come_from_the_generator_alone():

@@ -75,7 +75,7 @@ def test_weights_are_the_truncated_ratio(cap: float) -> None:
     """Over a whole vocabulary: the mean weight under the engine's distribution is the sum of min(p, cap q), which is 1 without
     truncation."""
     p, q = (torch.randn(50, generator=torch.Generator().manual_seed(s), dtype=torch.float64).softmax(0) for s in (0, 1))
-    weights = o.importance_weights(p.log(), q.log(), cap)
+    weights = o.ppo.importance_weights(p.log(), q.log(), cap)
     assert float((q * weights).sum()) == pytest.approx(sum(min(a, cap * b) for a, b in zip(p.tolist(), q.tolist(), strict=True)), rel=1e-12)
     assert (float((q * weights).sum()) == pytest.approx(1.0, rel=1e-12)) == (cap == 1e9) and not weights.requires_grad
 

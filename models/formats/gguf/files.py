@@ -19,8 +19,7 @@ from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.untrusted.bounds import check_sizes
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # `general.file_type` of a file whose matrices have this dtype
-ELEMENTS = 1 << 21
-"""Maximum elements of all arrays: two million, enough for half a million tokens with their merges, scores and types."""
+ELEMENTS = 1 << 21  # maximum elements of all arrays: two million, enough for half a million tokens with their merges, scores and types
 DIMENSIONS = 4
 DAMAGED = "is not a GGUF file, or a damaged one"
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type of number
@@ -80,8 +79,7 @@ class GgufFile:
 
 
 def write(path: Path, config: ModelConfig, state: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
-    """Write a language model as a GGUF file. Matrices keep their dtype, vectors are float32. Raise ValueError if shape, dtype or tokenizer
-    cannot be stored in GGUF; nothing is written then."""
+    """Write a language model as a GGUF file. Raise ValueError, and write nothing, if GGUF cannot store its shape, dtype or tokenizer."""
     import gguf
 
     architecture, shape, frequencies = config_fields(config)

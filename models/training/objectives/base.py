@@ -143,7 +143,7 @@ class Targets:
 
     @property
     def rows(self) -> Tensor:
-        """Return [N] int64, the index in the row of each target itself."""
+        """Return [N] int64: each target's own index in the row, not that of the token from which it is predicted."""
         before = self.lengths.cumsum(0) - 1 - self.last
         return torch.arange(len(self.tokens), device=self.tokens.device) - before.repeat_interleave(self.lengths)
 

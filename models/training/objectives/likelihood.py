@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from puna.models.training.objectives.base import Metrics, Model, Objective, Targets, Totals, divide
 
-POSITIONS = 512
-"""Maximum number of positions whose distributions over the vocabulary are in memory at one time."""
+POSITIONS = 512  # maximum number of positions whose distributions over the vocabulary are in memory at one time
 
 
 def token_loss(model: Model, targets: Targets, total: float) -> Tensor:

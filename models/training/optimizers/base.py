@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     from puna.models.training.settings import OptimizerSettings
 
-Updated = tuple["Tensor", "Tensor", Mapping[str, "Tensor"]]
-"""A weight, its gradient and its state."""
-SMALL = 1024
-"""Minimum number of elements at which a state tensor is moved to a file."""
+Updated = tuple["Tensor", "Tensor", Mapping[str, "Tensor"]]  # a weight, its gradient and its state
+SMALL = 1024  # minimum number of elements at which a state tensor is moved to a file
 OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer", "puna.optimizers")
 
 

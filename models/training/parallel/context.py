@@ -21,8 +21,7 @@ from puna.models.training.parallel.cut_model import CutTransformer, piece_of, pl
 from puna.models.training.parallel.mesh import Mesh, by_load
 from puna.models.transformer import Transformer, softcap
 
-CHUNKS = 16
-"""Minimum chunks per rank, if there are enough rows."""
+CHUNKS = 16  # minimum chunks per rank, if there are enough rows
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from puna.models.transformer import Decoder, Transformer, forest_attend, softcap
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism splits along the outputs (linear layers) or along the vocabulary."""
-INPUTS = ("o_proj", "down_proj")
-"""Modules whose weights tensor parallelism splits along the inputs."""
+INPUTS = ("o_proj", "down_proj")  # modules whose weights tensor parallelism splits along the inputs
 
 
 class RowParallel(Linear):

@@ -16,17 +16,12 @@ from puna.models.config import ModelConfig
 from puna.models.parameters import parameters
 from puna.models.training.parallel.layout import AXES, BUCKET, PROVED, Layout
 
-REACHED = 0.71
-"""Factor on a device's rates for inefficiencies that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100."""
-HIDDEN = 0.9
-"""Share of the computing time (0 to 1) that can overlap with the gathering of sharded weights."""
-FULL = 0.9
-"""Maximum share of a device's memory that a layout may fill."""
-NODE = 8
-"""Number of devices in a machine; fast links connect them."""
+REACHED = 0.71  # factor on a device's rates for inefficiencies that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100
+HIDDEN = 0.9  # share of the computing time (0 to 1) that can overlap with the gathering of sharded weights
+FULL = 0.9  # maximum share of a device's memory that a layout may fill
+NODE = 8  # number of devices in a machine; fast links connect them
 BYTES = {"fp32": 4, "bf16": 2}
-VIRTUAL_STAGES = (1, 2, 4, 8)
-"""Numbers of stages per rank that the search tries."""
+VIRTUAL_STAGES = (1, 2, 4, 8)  # numbers of stages per rank that the search tries
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")
 """Axes of a layout, the outermost first: ranks that differ only on the last axis are neighbours."""
-READERS = ("data", "shard", "expert")
-"""Axes along which ranks have different micro-batches."""
+READERS = ("data", "shard", "expert")  # axes along which ranks have different micro-batches
 PROVED = frozenset(
     frozenset(axes.split()) for axes in (
         *AXES, "data shard", "data tensor", "data pipeline", "data context", "shard tensor", "shard context", "data expert", "shard expert",
@@ -27,8 +26,7 @@ PROVED = frozenset(
 )  # fmt: skip
 """Sets of axes with sizes above 1 whose results `tests/parallel` compares with one process."""
 CUT = frozenset(AXES) - {"data"}
-BUCKET = 1 << 23
-"""Elements at which a bucket of tensors is full: few large exchanges are faster than many small ones."""
+BUCKET = 1 << 23  # elements at which a bucket of tensors is full: few large exchanges are faster than many small ones
 UNPROVED = {"nf4": CUT, "dora": frozenset({"tensor"}), "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES)}
 """Setting → the axes with which no test proves it."""
 
@@ -49,7 +47,6 @@ class Layout(Settings):
     expert: int = Field(1, ge=1, le=1024, description="Processes, each with its own micro-batches, that divide each layer's experts")
 
     def size(self, axis: str) -> int:
-        """Return the number of processes along an axis."""
         return int(getattr(self, axis))
 
     @property
@@ -92,7 +89,7 @@ class Layout(Settings):
         return self if rest else self.model_copy(update={"data": self.data * times})
 
     def misfit(self, config: ModelConfig) -> str | None:
-        """Return why a model's shape does not fit this layout; None if it fits."""
+        """Return the reason why a model's shape does not fit this layout; None if it fits."""
         for axis in sorted(self.axes):
             parts = self.stages if axis == "pipeline" else self.size(axis)
             if axis in _PROBLEMS and (problem := _PROBLEMS[axis](config, parts)):
@@ -100,7 +97,7 @@ class Layout(Settings):
         return None
 
     def refusal(self, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
-        """Return why no training runs under this layout, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
+        """Return why this layout is refused for training, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
         if problem := self._unproved() or (config and self.misfit(config)):
             return problem
         if self.context > 1 and device != "cpu":

@@ -21,12 +21,9 @@ from puna.models.training.parallel.layout import AXES, BUCKET, READERS, Layout
 
 T = TypeVar("T")
 
-together = False
-"""True while all processes share one training run. Otherwise each process trains its own model."""
-TIMEOUT = timedelta(minutes=10)
-"""Time after which a rank that waits for another rank raises an error."""
-JOINING = timedelta(minutes=10)
-"""Time within which all processes must join."""
+together = False  # true while all processes share one training run. Otherwise each process trains its own model.
+TIMEOUT = timedelta(minutes=10)  # time after which a rank that waits for another rank raises an error
+JOINING = timedelta(minutes=10)  # time within which all processes must join
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _store: Any = None
 
@@ -136,7 +133,6 @@ class Mesh:
                     self._ranks[axis], self._groups[axis] = line, group
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis."""
         return self.layout.size(axis)
 
     def group(self, axis: str) -> Any:

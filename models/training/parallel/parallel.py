@@ -69,7 +69,7 @@ def part_of(
 
 
 def alone(model: Transformer | Parallel) -> Parallel:
-    """Return what has a model's weights: a `Parallel` itself, the ranks' pieces, or the whole model as a `Parallel` of one process."""
+    """Return the `Parallel` that has a model's weights: the argument itself, the ranks' pieces, or the whole model in one process."""
     return model if isinstance(model, Parallel) else model.held or Parallel(model, Mesh(Layout()))
 
 

@@ -121,7 +121,6 @@ def cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor, 
 
 
 def token_logprobs(x_ND: Tensor, w_VD: Tensor, targets: Tensor, temperature: float, share: Share) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs, entropies and log-sum-exps [N] over the vocabulary of all ranks, as `linear_token_logprobs`; x and its gradient
-    are equal on all ranks."""
+    """Return log-probs, entropies and log-sum-exps [N] over all ranks' vocabulary; x and its gradient are equal on all ranks."""
     results: tuple[Tensor, Tensor, Tensor] = _TokenLogprobs.apply(add_gradients(x_ND, share.group), w_VD, targets, temperature, share)
     return results

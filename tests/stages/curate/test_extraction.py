@@ -15,9 +15,9 @@ from puna.kernels.text.search import Words
 from puna.models.extraction import attributes
 from puna.models.extraction import layout as L
 from puna.models.extraction import write as written
-from puna.models.extraction.bounds import MAX_ATTRIBUTES, MAX_TAGS, counts
 from puna.models.extraction.layout import alone, group_sums, groups
 from puna.models.extraction.model import LEVELS, TOGETHER, agree, best_cut, content, judge, load, made_whole, once, with_headline
+from puna.models.extraction.parse import MAX_ATTRIBUTES, MAX_TAGS, counts
 from puna.models.extraction.scan import read_page, scan
 from puna.models.extraction.tags import NUMBER, find
 from puna.models.extraction.trees import LANES, logits, splits
