@@ -394,6 +394,9 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     assert longer["measured_loss"] == loss != longer["validation_loss"] and longer["predicted_loss"] == after["predicted"]
     assert [row["measured"] for row in outcomes()] == [loss, loss]
     assert forecasts_view(SimpleNamespace(store=store)).count(f"{loss:.3f}, {'in' if after['inside'] else 'out'}side") == 2  # type: ignore[arg-type]
+    # A control run that lacks only a later phase has the same first phase, so it is no second outcome.
+    execute(pretrain, further.replace(phases=(Phase(),)), {**given, "size": size}, store)
+    assert [row["measured"] for row in outcomes()] == [loss, loss]
     # With other documents held out, the loss is no outcome, and the run and the views say so.
     fewer = execute(pretrain, PretrainConfig(validation_share=0.05, validation_tokens=100), {**given, "size": size}, store)
     numbers = fewer.manifest.metrics
