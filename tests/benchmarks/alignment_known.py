@@ -14,7 +14,7 @@ prompts about subjects that no training prompt has.
 Arms of a seed: `before`; `rl`, GRPO with the checker; `checked`, finetuning on all distinct right answers among as many checked answers of
 the model; `dpo`, on pairs of the same answers; `trl_grpo`, TRL's GRPO until it has used as many CPU seconds. A control has at least as many
 checker calls, sampled tokens, updates and trained answers as `rl` (`budget_ratio`). The learning rates of all arms are searched on a seed
-that is not reported.
+and on prompts that are not reported. TRL computes in bf16 where that is faster.
 
 **GSM8K** (`--tasks gsm8k`): the same arms on problems of the training half, of which a fixed sample is left out and is the test. `sampled` is
 the share of right answers among those that finetuning learns from, and `sampled_prompts` the share of prompts with at least one: without a
@@ -49,6 +49,7 @@ import known_trl
 import numpy as np
 import torch
 
+from puna.models.machine import bf16_pays
 from puna.models.training.objectives import Targets
 from puna.models.training.packing import pack
 from puna.models.training.resumable_loop import rows_of
@@ -75,11 +76,11 @@ TEST_TOKENS, OWN_TOKENS = 80, 48
 TEST_SEED = 541
 READ = ("before", "rl", "checked")
 """Arms whose forgetting is measured."""
-TEST_PROMPTS, OWN_PROMPTS, GSM8K_PROMPTS, GSM8K_TOKENS = 80, 40, 100, 128
+TEST_PROMPTS, OWN_PROMPTS, SEARCH_PROMPTS, GSM8K_PROMPTS, GSM8K_TOKENS = 80, 40, 120, 100, 128
 SUBJECTS = known_prompts.SUBJECTS
 TRAINED = 48
 """Number of subjects for training prompts; the other subjects are for held-out prompts."""
-ROLLOUT: dict[str, Any] = {"prompts": 12, "answers": 8, "minibatches": 3, "max_tokens": OWN_TOKENS, "temperature": 0.7}
+ROLLOUT: dict[str, Any] = {"answers": 8, "temperature": 0.7}
 LORA = {"rank": 16, "alpha": 32.0}
 COMPUTE = {"micro_batch_tokens": 4096}
 RATES = {"rl": 5e-4, "checked": 4e-4, "dpo": 3e-4}
@@ -142,6 +143,12 @@ class Bench:
         return self.rows(import_prompts, "own", self.drawn(OWN_PROMPTS, TEST_SEED, SUBJECTS[TRAINED:], False), heldout_fraction=1)
 
     @cached_property
+    def unreported(self) -> Artifact:
+        """Return the prompts on which rates are searched: kinds of the training prompts, subjects of `own`, none of which is reported."""
+        drawn = self.drawn(SEARCH_PROMPTS, TEST_SEED + 1, SUBJECTS[TRAINED:], False)
+        return self.rows(import_prompts, "unreported", drawn, heldout_fraction=1)
+
+    @cached_property
     def problems(self) -> list[dict[str, Any]]:
         """Return GSM8K's training problems in a fixed random order; the first `GSM8K_PROMPTS` are the test."""
         rows = lines(self.data / "gsm8k" / "train.jsonl")
@@ -170,12 +177,20 @@ class Bench:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings shared by all seeds: rollouts of RL, the learning rate of each arm, the reward penalty for a cut-off answer, the task."""
+    """Settings shared by all seeds: RL's rollouts and the prompts of each, the learning rate of each arm, the reward penalty for a cut-off
+    answer, the task; with `search`, other prompts are answered than those of the report."""
 
     rollouts: int
+    prompts: int
     rates: dict[str, float]
     penalty: float
     task: str = "ifeval"
+    search: bool = False
+
+    @property
+    def minibatches(self) -> int:
+        """Return the number of updates of a rollout, each of four prompts' answers."""
+        return self.prompts // 4
 
     @property
     def tokens(self) -> int:
@@ -184,6 +199,8 @@ class Settings:
 
     def tests(self, bench: Bench) -> list[tuple[str, Artifact, int]]:
         """Return the tests of the task: name, prompts, longest answer."""
+        if self.search:
+            return [("unreported", bench.unreported, OWN_TOKENS)]
         if self.task == "gsm8k":
             return [("gsm8k", bench.gsm8k, GSM8K_TOKENS)]
         return [("ifeval", bench.test, TEST_TOKENS), ("own", bench.own, OWN_TOKENS)]
@@ -195,11 +212,12 @@ class Seed:
     def __init__(self, bench: Bench, seed: int, settings: Settings) -> None:
         self.bench, self.seed, self.rates, self.settings, rollouts = bench, seed, settings.rates, settings, settings.rollouts
         self.rl_values: dict[str, Any] = {
-            **ROLLOUT, "max_tokens": settings.tokens, "rollouts": rollouts, "method": "lora", "lora": LORA, "compute": COMPUTE, "kl_coefficient": 0, "seed": seed,
+            **ROLLOUT, "prompts": settings.prompts, "minibatches": settings.minibatches, "max_tokens": settings.tokens,
+            "rollouts": rollouts, "method": "lora", "lora": LORA, "compute": COMPUTE, "kl_coefficient": 0, "seed": seed,
             "unfinished_penalty": settings.penalty, "optimizer": {"weight_decay": 0, "beta2": 0.95},
             "schedule": {"learning_rate": self.rates["rl"], "warmup_steps": 2, "shape": "constant"},
         }  # fmt: skip
-        self.prompts = bench.train(settings.task, rollouts * ROLLOUT["prompts"], seed)
+        self.prompts = bench.train(settings.task, rollouts * settings.prompts, seed)
 
     def rl(self) -> list[Artifact]:
         return [self.bench.make(grpo, self.rl_values, {"policy": self.bench.model, "prompts": self.prompts})]
@@ -217,7 +235,7 @@ class Seed:
 
     def training(self, arm: str, batch: int) -> dict[str, Any]:
         """Return the training settings of an arm with as many updates as reinforcement learning has."""
-        steps = self.rl_values["rollouts"] * ROLLOUT["minibatches"]
+        steps = self.settings.rollouts * self.settings.minibatches
         return {
             "steps": steps, "batch_size": batch, "compute": COMPUTE | {"precision": "fastest"}, "optimizer": {"weight_decay": 0, "beta2": 0.95},
             "schedule": {"learning_rate": self.rates[arm], "warmup_steps": 2, "shape": "constant"},
@@ -231,7 +249,7 @@ class Seed:
         )
         right = picked.read(columns=["prompt_id"]).to_pylist()
         each = len(right) / len({row["prompt_id"] for row in right})
-        batch = math.ceil(ROLLOUT["prompts"] * ROLLOUT["answers"] / ROLLOUT["minibatches"] / each) + 1
+        batch = math.ceil(self.settings.prompts * ROLLOUT["answers"] / self.settings.minibatches / each) + 1
         values = {
             "method": "lora",
             "lora": LORA,
@@ -260,10 +278,11 @@ class Seed:
     def trl_grpo(self, seconds: float) -> tuple[Artifact, dict[str, float]]:
         """Train with TRL's GRPO at the same settings until it has used `seconds` CPU seconds; return the model and its budget."""
         settings = parse(GrpoConfig, self.rl_values, "grpo")
-        name = f"trl-{self.settings.task}-{self.seed}-{self.rates['rl']:g}-{settings.rollouts}-{settings.unfinished_penalty:g}"
+        name = f"trl-{self.settings.task}-{self.seed}-{self.rates['rl']:g}-{settings.rollouts}-{settings.prompts}-{settings.unfinished_penalty:g}"
         folder = self.bench.folder / name
         if not (folder / "used.json").is_file():
-            used = known_trl.train_grpo(self.bench.model.path(), self.prompts.read().to_pylist(), settings, seconds, self.seed, folder)
+            rows = self.prompts.read().to_pylist()
+            used = known_trl.train_grpo(self.bench.model.path(), rows, settings, seconds, self.seed, folder, bf16=bf16_pays())
             (folder / "used.json").write_text(json.dumps(used), encoding="utf-8")
         model = self.bench.make(import_model, {}, {"model": External.resolve(f"model={folder.absolute()}")[0]})
         return model, json.loads((folder / "used.json").read_text(encoding="utf-8"))
@@ -377,7 +396,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("all", "arms", "search", "reward"), default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--rollouts", type=int, default=6)
-    parser.add_argument("--penalty", type=float, default=0.0, help="taken off the reward of a cut-off answer; 0: answers of RL grow longer")
+    parser.add_argument("--prompts", type=int, default=12, choices=range(4, 65, 4), metavar="N", help="of a rollout, 4 in each update")
+    parser.add_argument("--penalty", type=float, default=1.0, help="taken off the reward of a cut-off answer; 0: answers of RL grow longer")
     parser.add_argument("--arms", nargs="*", default=["rl", "checked", "dpo", "trl_grpo"], help="also `sampled`: shares of right samples")
     parser.add_argument("--tasks", nargs="+", choices=("ifeval", "gsm8k"), default=["ifeval"])
     parser.add_argument("--no-texts", action="store_true", help="do not measure forgetting")
@@ -389,7 +409,8 @@ def main() -> None:
     if given.part == "search":
         for seed in given.seeds:
             for rate in given.rates:
-                one = measured(bench, seed, Settings(given.rollouts, dict.fromkeys(RATES, rate), given.penalty), given.arms, None)
+                settings = Settings(given.rollouts, given.prompts, dict.fromkeys(RATES, rate), given.penalty, search=True)
+                one = measured(bench, seed, settings, given.arms, None)
                 print(json.dumps({"seed": seed, "rate": rate, "arms": one["arms"]}), flush=True)
         return
     result: dict[str, Any] = {}
@@ -397,7 +418,7 @@ def main() -> None:
         texts = None if given.no_texts else known_texts.Texts(bench)
         answers, lost = [], list[float]()
         for task in given.tasks:
-            settings = Settings(given.rollouts, RATES, given.penalty, task)
+            settings = Settings(given.rollouts, given.prompts, RATES, given.penalty, task)
             seeds = [measured(bench, seed, settings, given.arms, texts) for seed in given.seeds]
             some = figures(seeds)
             lost += [] if some["forgetting_max"] is None else [some["forgetting_max"]]
@@ -416,14 +437,14 @@ def main() -> None:
 def preferences_figures(bench: Bench, seeds: Sequence[int]) -> dict[str, Any]:
     """Return the accuracy of reward models' heads on hh_rlhf's held-out prompts, by the position at which the reward is read.
 
-    One pass in bf16 computes the hidden states of both heads (each answer's last state and mean state), so both have the same budget. A
-    seed draws the folds.
+    One pass, in bf16 where that is faster, computes the hidden states of both heads (each answer's last state and mean state), so both have
+    the same budget. A seed draws the folds.
     """
     (file,) = External.resolve(str(bench.data / "hh_rlhf" / "harmless-base_first_half.jsonl"))
     pairs = bench.make(import_preferences, {"heldout_fraction": 0}, {"inputs": [file]})
     network, tokenizer = load_model(bench.model, "scalar", new=True)
     examples = [one.example for one in render_ranked(tokenizer, read_preferences([pairs], CLEAR), Limit(4096, ""), BadRows(BadRowsConfig(), "hh"))]
-    states = _both_states(network.bfloat16(), examples, bench.store.root / "hh_states")
+    states = _both_states(network.bfloat16() if bf16_pays() else network, examples, bench.store.root / "hh_states")
     longer = statistics.mean(order(len(one.answers[a]) - len(one.answers[b])) for one in examples for a, b in all_pairs(one))
     baseline, count = max(longer, 1 - longer), sum(len(all_pairs(one)) for one in examples)
     figures: dict[str, Any] = {"reward_model_hh_baseline": baseline, "reward_model_hh_pairs": count}
