@@ -116,8 +116,7 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class Sides:
-    """The rule that holds out a URL by its chance, a hash from 0 to 1: below `fraction` and not in `spared`, or in `chosen` (both
-    sorted)."""
+    """The rule that holds out a URL by its chance, a hash from 0 to 1: below `fraction` and not in `spared`, or in `chosen` (sorted)."""
 
     fraction: float
     chosen: NDArray[np.float64]

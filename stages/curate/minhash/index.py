@@ -2,8 +2,7 @@
 
 ids.npy         bytes[D]       sorted ids facts.npy       record[D]      fetched, preferred, words, shingles, score, position of the text in
 texts.bin signatures.npy  [D, P] keys.npy        uint64[B, F]   sorted keys of each band, for the F documents with shingles rows.npy
-int64[B, F]    rows of the documents with these keys texts.bin                      normalized texts, each compressed separately, so that
-single texts can be read"""
+int64[B, F]    rows of the documents with these keys texts.bin                      normalized texts, each compressed separately"""
 
 from __future__ import annotations
 
