@@ -32,7 +32,7 @@ def hash_of(*parts: object) -> int:
 
 
 def fraction(*parts: object) -> float:
-    """Return a hash of the parts as a number in [0, 1)."""
+    """Return a hash of the parts as a number from 0 to 1."""
     return hash_of(*parts) / 2**64
 
 

@@ -87,8 +87,7 @@ def objections(comparisons: Sequence[Comparison], min_gain: float, max_fall: flo
 
 
 def benchmark_objections(before: Artifact, after: Artifact, max_fall: float) -> list[str]:
-    """Return one clause per task whose main metric got worse by more than `max_fall`. Raise PunaError for evaluations on different
-    tasks."""
+    """Return one clause per task whose main metric got worse by more than `max_fall`. Raise PunaError if the tasks differ."""
     rows, remarks = differences(scores_of([before]), scores_of([after]))
     if remarks:
         raise PunaError(f"gate: {before.id} and {after.id}: {'; '.join(remarks)}")

@@ -89,8 +89,7 @@ def judgements(answers: Answers, prompts: Prompts, judged: list[External], confi
 
     `judged`: JSON Lines files with one `Judgement` per line. If several people judged a pair, the mean of their signed levels decides.
     `dropped` has pairs that all judges skipped (`skipped`) or whose levels cancel out (`no_majority`). If a judge edited the prompt, the
-    conversation is the edited prompt with both answers. Metrics: `judges`, and `agreement` and `alpha` if two people judged the same
-    pair."""
+    conversation is the edited prompt with both answers. Metrics: `judges`; if two people judged the same pair, `agreement` and `alpha`."""
     questions, by_prompt = read_answers(answers, prompts)
     pairs = pairs_to_judge(by_prompt, config)
     by_pair: dict[str, dict[str, Judgement]] = defaultdict(dict)

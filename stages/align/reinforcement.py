@@ -58,8 +58,7 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
 
 
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
-    """Return messages if a chat template, memory, the engine's package, or a reward model with the policy's tokenizer (if used) is
-    missing."""
+    """Return messages about a missing chat template, memory, engine package, or reward model with the policy's tokenizer."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     missing += without_vllm(config.engine, "engine")
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config, config)]

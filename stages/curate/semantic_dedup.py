@@ -37,8 +37,7 @@ def semantic_dedup(documents: Documents, model: Model | None, encoder: External 
     The default vectors are random projections of TF-IDF over normalized words; they match reordered and lightly edited text, not
     paraphrases. With a `model` of this pipeline or the folder of a Hugging Face `encoder`, vectors are mean hidden states minus the corpus
     mean (Mu and Viswanath 2018). Documents are clustered by spherical k-means, and within a cluster visited in the order of `survivor`. A
-    document of at least `min_words` words is removed if its cosine with a kept one reaches `threshold`. `duplicates` has pairs and
-    cosines."""
+    document of at least `min_words` words is removed if its cosine with a kept one reaches `threshold`. `duplicates` has the cosines."""
     if not documents.rows():
         return
     parts = list(enumerate(documents.parts(columns=["id", "fetched_at", "text"])))

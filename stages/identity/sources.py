@@ -40,8 +40,7 @@ def _source_files() -> Iterator[Path]:
 def _read(files: Iterable[Path]) -> dict[str, str]:
     """Return the digest of each Python file, or "edited" if it was written after this process started and older code may be running.
 
-    The inode's change time (ctime) decides, because archives may set any modification time. A file with a future ctime counts as
-    unedited."""
+    The inode's change time (ctime) decides, because archives may set any modification time. A future ctime counts as unedited."""
     start_time, digests = _start_time(), {}
     for file in files:
         if file.suffix == ".py":

@@ -104,7 +104,7 @@ def export_model(artifact: Artifact, folder: Path | str, format: Format = "hf", 
     inputs; other formats take no `text`. `adapter`: the LoRA adapters that training saved (`lora.keep`), in PEFT's format. Raise PunaError
     if the artifact does not fit the format or is damaged, if `text` cannot be read, or if `folder` has files."""
     if (format == "awq") != (text is not None):
-        raise PunaError("export: the format awq needs a text file to calibrate its scales, and other formats take none")
+        raise PunaError("export: awq, and no other format, needs a text to calibrate its scales; give a text file only with format awq")
     if artifact.kind != "model":
         raise PunaError(f"export: {artifact.id} is of the kind {artifact.kind}; give a model")
     if damage := artifact.damage():

@@ -47,7 +47,7 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
     small categories (`heldout_least`). The output is a mixture that reads each training document once; `mix` turns it into the training
     mixture. Without signals, all documents are in one category."""
     if not documents.rows():
-        raise PunaError(f"split: {documents.id} has no documents; give a corpus with text")
+        raise PunaError(f"split: {documents.id} has no documents to hold out or to train on; give a corpus with text")
     names = KINDS if config.kinds else (config.category,)
     columns = [name for artifact in signals or () for name in artifact.columns()]
     for name in names if signals or config.kinds else ():
@@ -116,8 +116,7 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class Sides:
-    """The rule that holds out a URL by its chance, a hash from 0 to 1: below `fraction` and not in `spared`, or in `chosen` (both
-    sorted)."""
+    """The rule that holds out a URL by its chance, a hash from 0 to 1: below `fraction` and not in `spared`, or in `chosen` (sorted)."""
 
     fraction: float
     chosen: NDArray[np.float64]

@@ -73,8 +73,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
 
 
 def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun) -> None:
-    """Write the tokenizer that `learn` returns. Raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample, for the
-    message."""
+    """Write the tokenizer that `learn` returns. Raise PunaError if it has fewer than `tokens` tokens. `size`: bytes of the sample."""
 
     def learn_files() -> dict[str, str]:
         interruptible(learn).save(run.folder)

@@ -36,8 +36,7 @@ def dated_prompts(config: DatedPromptsConfig, run: StageRun) -> None:
     """Generate the held-out questions of a month, and of months before it, with the generators' own verifiers.
 
     All draws depend only on the month, the generator and its parameters. A question belongs to the months whose number equals a hash of its
-    text, modulo 24, so no two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM; `dated_gap` compares these
-    months."""
+    text, modulo 24, so no two of 24 consecutive months share a question. Tasks are named TASK@YYYY-MM, as `dated_gap` expects."""
     months = [month_text(month_number(config.month) - back) for back in range(config.before + 1)]
     for number, task in enumerate(config.tasks):
         for month in months:
@@ -84,8 +83,8 @@ def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run
 
     A model that memorised older questions solves more of them than of new ones. The rows have, for each task scored in the newest and in
     older months, and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap over `all` is the
-    mean of the tasks' gaps, with Student's interval. The metric `by_heart` is true if this interval and that of all questions pooled are
-    above 0."""
+    mean of the tasks' gaps, with Student's interval. The metric `by_heart` is true if this interval and that of all questions lie above
+    0."""
     scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
     shares: dict[str, dict[str, list[bool]]] = {}
     for row in prompts.read(columns=["id", "task"]).to_pylist():

@@ -177,8 +177,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Backtest:
-    """A measured budget, forecast from lower points: its mean FLOPs, the highest FLOPs below it, the predicted loss and the measured
-    loss."""
+    """A measured budget, forecast from lower points: its mean FLOPs, the highest FLOPs below it, the predicted and the measured loss."""
 
     flops: float
     below: float

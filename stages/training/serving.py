@@ -71,8 +71,7 @@ class DealtEngine:
     def generate(
         self, prompts: Sequence[Sequence[int] | str], params: SamplingParams, progress: Callable[[int, int], None] | None = None
     ) -> list[list[Completion]]:
-        """Return the answers of `Engine.generate`. Equal prompts go to the same process, since in different ones they would get equal
-        answers."""
+        """Return the answers of `Engine.generate`. Equal prompts go to one process, since different ones would repeat the answers."""
         from puna.models.generation import Completion
 
         def generate(own: list[Sequence[int] | str]) -> list[list[Completion]]:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Array]:
-    """Return rows packed from documents (lists of token ids), in order: `tokens`, and the `lengths` and `documents` (ids) of their
-    pieces."""
+    """Return rows packed from documents (lists of token ids), in order: `tokens`, and per piece `lengths` and `documents` (ids)."""
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     flat = tokens.flatten()

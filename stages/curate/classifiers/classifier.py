@@ -61,8 +61,7 @@ class Examples:
     """Files of labelled documents. Columns: `id`, `fold`, `draw` (a random number by which training documents are sorted), `line` (the
     document's words), and for each classifier the document's class, null without a label.
 
-    `documents`: number of documents outside the exempt sources. `counts`: classifier → class → number of documents per fold,
-    int64[folds]."""
+    `documents`: number of documents outside the exempt sources. `counts`: classifier → class → documents per fold, int64[folds]."""
 
     files: list[str]
     documents: int

@@ -1,9 +1,11 @@
 """The index of documents read by `minhash_dedup` or `minhash_update`, and the search for documents similar to a text.
 
-ids.npy         bytes[D]       sorted ids facts.npy       record[D]      fetched, preferred, words, shingles, score, position of the text in
-texts.bin signatures.npy  [D, P] keys.npy        uint64[B, F]   sorted keys of each band, for the F documents with shingles rows.npy
-int64[B, F]    rows of the documents with these keys texts.bin                      normalized texts, each compressed separately, so that
-single texts can be read"""
+ids.npy         bytes[D]       sorted ids
+facts.npy       record[D]      fetched, preferred, words, shingles, score, position of the text in texts.bin
+signatures.npy  [D, P]
+keys.npy        uint64[B, F]   sorted keys of each band, for the F documents with shingles
+rows.npy        int64[B, F]    rows of the documents with these keys
+texts.bin                      normalized texts, each compressed separately, so that single texts can be read"""
 
 from __future__ import annotations
 
