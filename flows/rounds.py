@@ -34,8 +34,7 @@ from puna.storage import Artifact, PunaError
 
 ITERATIONS = 3  # number of iterations of the control arm `iterated`; each one samples and finetunes with an equal share of the budget
 AGAIN = Step("sft_again", "sft_again", sft, off=True)  # the step that finetunes a round's policy on its own right answers
-DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")
-"""The configuration of the development prompts, on which the weights of the models in the average are searched."""
+DEVELOPMENT = NewPromptsConfig(count=30, split="heldout")  # for the search of the average's weights
 
 
 @dataclass(frozen=True)

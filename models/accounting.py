@@ -329,8 +329,7 @@ def bf16_pays() -> bool:
     return fast > 1.25 * full
 
 
-PROBE_PARAMETERS = 100_000_000
-"""Maximum parameters of the model of at most two layers that `measured_machine` builds; above, it times one linear layer's products."""
+PROBE_PARAMETERS = 100_000_000  # maximum size of the model that `measured_machine` trains; above, it times one linear layer's products
 
 
 @cache

@@ -25,8 +25,7 @@ PROJECTS = "refs/.projects"
 PROJECT = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}"
 ALIAS = re.compile(rf"(?:({PROJECT})/)?([\w-][\w.-]*)@([\w-][\w.-]*)")
 LONGEST = 200
-NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")
-"""Pattern of numbered aliases, such as policy@round-2. Once set, a numbered alias never points to another artifact."""
+NUMBERED = re.compile(r"(.*@[a-z]+-)([0-9]+)")  # such as policy@round-2; once set, it never points to another artifact
 
 
 def checked_project(name: object) -> str:

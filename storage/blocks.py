@@ -17,8 +17,7 @@ import numpy as np
 
 LEAST = 1 << 16
 MOST = 320  # maximum number of blocks of a file, since an object can have 2 kB of metadata
-FIRST, LARGEST = 1 << 20, 8 << 20
-"""Minimum and maximum number of bytes that a reader fetches for a smaller read. Each sequential fetch doubles the amount."""
+FIRST, LARGEST = 1 << 20, 8 << 20  # bytes fetched for a smaller read: at first, and at most; doubled while reads are sequential
 
 
 def block_bytes(size: int) -> int:

@@ -28,8 +28,7 @@ FIELDS = {"time", "kind", "key", "what"}
 Finding = Literal["damaged", "suspect", "trusted"]
 """`damaged`: bytes were wrong. `suspect`: a suspect artifact was set aside to be made again. `trusted`: a user trusts the artifact."""
 FRESH_SECONDS = 600.0  # seconds after a checksum's verification during which a process does not repeat it
-_COMPARED: dict[tuple[str, str], tuple[str, float]] = {}
-"""(the store's URI, a file's name) → (the version whose checksum was verified, when)."""
+_COMPARED: dict[tuple[str, str], tuple[str, float]] = {}  # (store's URI, file) → (verified version, when)
 
 
 def check(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: bool = False) -> Artifact:

@@ -29,8 +29,7 @@ from puna.storage.staging import Damaged, Staging
 
 MAP_BYTES = 96 << 20  # approximate uncompressed bytes of one file of a job; the file has the runs of all partitions
 PIECE_BYTES = 2 << 20  # average uncompressed bytes per run at which a job compresses the rows that it holds
-HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10
-"""Maximum uncompressed bytes that a job holds, unless pieces would average less than `LEAST_PIECE`. Compression copies the bytes twice."""
+HELD_BYTES, LEAST_PIECE = 16 << 20, 16 << 10  # maximum bytes that a job holds, unless pieces were smaller; compression copies them twice
 PARTITION_BYTES = 48 << 20
 LEVEL = 2048  # maximum number of partitions per level, so that a run in a job's file has about 48 kB
 MOST_PARTITIONS = 1 << 20

@@ -73,8 +73,7 @@ class Held:
 
 
 _held: dict[tuple[Place, str], Held] = {}  # the leases of this process
-_threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading.Lock)
-"""Locks that allow only one thread of this process at a time to hold a name or ask for it."""
+_threads: defaultdict[tuple[Place, str], threading.Lock] = defaultdict(threading.Lock)  # one thread at a time per name
 
 
 @contextlib.contextmanager

@@ -50,8 +50,7 @@ class Store:
     def __init__(self, files: Files, project: str | None = None) -> None:
         self.files = files
         self._aliases = Aliases(files, project or DEFAULT)
-        self._whole: Store | None = None
-        """The store of which this one is a view (see `within`). The reference keeps that store's `holding` alive."""
+        self._whole: Store | None = None  # the store of which this is a view (`within`); keeps its `holding` alive
         try:
             with explain_write_errors(self.uri):
                 for name in FOLDERS:

@@ -27,11 +27,9 @@ from puna.storage.schemas import TableSchema, table_schema
 from puna.storage.shards import NOTHING, FileRecord, ShardWriter
 from puna.storage.staging import Outputs, Staged, Staging, fill, unite
 
-Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]
-"""A function that applies its first argument to all jobs, in workers, and returns the results in order."""
+Mapper = Callable[[Callable[..., Any], Sequence[Any]], Iterable[Any]]  # applies its first argument to all jobs in workers, in order
 
-LEAST_KEPT = 0.25
-"""Minimum share of the sources' rows to keep by reference. Fewer rows are copied, because reading them by reference would cost more."""
+LEAST_KEPT = 0.25  # minimum share of the sources' rows to keep by reference; fewer are copied, which is cheaper to read
 MERGED_ROWS = 4096  # maximum rows per batch that DuckDB's sort returns
 MOST_SOURCES = 4  # maximum number of artifacts whose rows a table may keep by reference. With more, all rows are copied.
 

@@ -20,8 +20,7 @@ from puna.storage.schemas import KINDS, TABLES, column
 from puna.storage.store import Store
 from puna.storage.tables import literal, pattern
 
-NEWEST = "newest"
-"""Name of the SQL schema whose views have the rows of only one artifact: the newest of the kind or, for side tables, with the table."""
+NEWEST = "newest"  # SQL schema of the views of one artifact: the newest of its kind or, for side tables, with the table
 ADDRESSES = "addresses"  # name of the view of all URLs of pages and documents
 
 

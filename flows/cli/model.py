@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     Answers = list[Row]
 
 app = typer.Typer()
-SERVED_AT_ONCE = 128
-"""Default limit of prompt tokens per engine step of `api` on a CPU. A 3,000-token prompt then delays other answers by 1 s, not 12 s."""
+SERVED_AT_ONCE = 128  # prompt tokens per engine step of `api` on a CPU: a 3,000-token prompt delays other answers by 1 s, not 12 s
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the store (ID or NAME@VERSION), a folder, a GGUF file")]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, max=10, help="0: the likeliest token (default: the model's own, or 0.7)")]

@@ -55,8 +55,7 @@ Prompts = Annotated[Output, Kind("prompts")]
 Instructions = Annotated[Output, Kind("instructions")]
 Preferences = Annotated[Output, Kind("preferences")]
 Signals = Annotated[Output, Kind("signals")]
-Classifier = Annotated[Output, Kind("classifier")]
-"""Annotations of a flow's inputs. With `Sourced`, the user may name the documents' source."""
+Classifier = Annotated[Output, Kind("classifier")]  # annotations of a flow's inputs; with `Sourced`, the user may name the source
 
 
 def first_sentence(doc: str) -> str:

@@ -22,8 +22,7 @@ OFFLINE = {
 ADDRESSES, ALLOWED, REFUSED = "PUNA_FORM_ADDRESSES", "allowed", "refused"
 """The environment variable that says whether forms may name inputs by URL, and its values."""
 SERVED = "PUNA_SERVED_STORE"  # the environment variable that names a server's store to its worker. Forms may always name this store.
-MODULES = "PUNA_SERVED_MODULES"
-"""The environment variable that names a server's `--module` files and modules to its child processes, as a JSON list."""
+MODULES = "PUNA_SERVED_MODULES"  # environment variable: a server's `--module` arguments for its child processes, as a JSON list
 
 
 def prepare(store: Path, terminal: str = "CRITICAL") -> None:

@@ -27,8 +27,7 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import flat
 
 PREFIXES = ("flow:", "stage:")
-YOUNG = 20_000
-"""Threshold of the garbage collector's youngest generation during a run; large, since rows are thousands of containers without cycles."""
+YOUNG = 20_000  # threshold of the garbage collector's youngest generation; large, since rows are containers without cycles
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from puna.storage.explain import against, flat
 
 BEGINS = ("model", "size")  # inputs of a training stage that determine its cost
 STATES = {"reused": "reused", "runs": "run", "after": "wait for these"}
-GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}
-"""Exponents of the growth of costs: a cost is proportional to this power of the input's size."""
+GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}  # exponents: a cost grows as this power of the input's size
 LARGEST, FARTHEST = 1e30, 10
 """Upper bound of any estimate, and the largest ratio of integers (steps, widths) between configurations that count as comparable."""
 

@@ -23,8 +23,7 @@ C = TypeVar("C", bound=StageConfig)
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BYTES = 1 << 20  # maximum bytes of a recipe file
 ENDINGS = (".yaml", ".yml")
-BASE = "curation"
-"""The recipe with the rules of curation: base of the shipped recipes, and default base of recipe files. It is not meant to be run."""
+BASE = "curation"  # recipe with the rules of curation, from which the shipped recipes and recipe files inherit; not meant to be run
 MAX_BASES = 10  # longest chain of recipes that inherit from each other
 MAX_NODES = 100_000  # maximum number of values in a recipe after its YAML aliases are expanded
 

@@ -40,8 +40,7 @@ COMPILES = {"extract": 70, "heuristics": 52}  # stage → CPU seconds to compile
 
 StepRunner = Callable[[Stage, StageConfig, Mapping[str, list[Artifact]], str, Callable[[str], Outcome]], Outcome]
 """A function that runs a step, for example as a Prefect task: it calls its last argument with the task's id."""
-step_runners: list[Callable[[], StepRunner | None]] = []
-"""Functions that return a session's step runner or None. If all return None, steps run directly."""
+step_runners: list[Callable[[], StepRunner | None]] = []  # return a session's step runner or None; if all do, steps run directly
 
 
 @dataclass
@@ -137,8 +136,7 @@ class Session:
         self.reporter.progress(stage, done, total, note)
 
 
-APART: ContextVar[bool] = ContextVar("apart", default=False)
-"""True in a context whose stages each run entirely in one worker, so that threads can run stages in parallel."""
+APART: ContextVar[bool] = ContextVar("apart", default=False)  # true if each stage runs in one worker
 _CURRENT: ContextVar[Session | None] = ContextVar("session", default=None)
 
 

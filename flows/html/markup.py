@@ -20,8 +20,7 @@ class Html(str):
     __slots__ = ()
 
 
-Content: TypeAlias = "str | int | Iterable[Content] | None"
-"""What an element may hold: text (escaped), `Html`, whole numbers, None (nothing), or any nesting of these."""
+Content: TypeAlias = "str | int | Iterable[Content] | None"  # content of an element: text (escaped), `Html`, nothing
 
 
 def text(value: object) -> Html:

@@ -21,8 +21,7 @@ UNFINISHED = ["RUNNING", "PENDING", "CANCELLING"]
 STOPPED = "stopped; finished steps are kept"
 OUTCOMES = {"finished": ("COMPLETED", None), "failed": ("FAILED", None), "crashed": ("CRASHED", None), "stopped": ("CANCELLED", STOPPED)}
 """Outcome of a run in the store's log → Prefect's state and message for the run."""
-SETTLED_AFTER = 8
-"""Number of deployments to publish, which takes many seconds on a busy server, between the first and second check for lost runs."""
+SETTLED_AFTER = 8  # deployments to publish (slow on a busy server) between the first and second check for lost runs
 SCHEDULE = "puna-serve"  # the slug of the schedule that `--cron` sets
 
 

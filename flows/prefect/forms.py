@@ -18,11 +18,9 @@ from puna.stages.contract import Stage
 from puna.stages.contract.declaration import InputSpec
 from puna.storage import Artifact, PunaError, Store
 
-GROUPS = ("curate", "experiments", "pretrain", "align", "io")
-"""The folders of stages in the order of the pipeline. The stages of other folders come last."""
+GROUPS = ("curate", "experiments", "pretrain", "align", "io")  # folders of stages in the order of the pipeline; others last
 MOST_CHOICES = 40
-JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes")
-"""Metrics shown for artifacts without rows, in order of preference."""
+JUDGED = ("heldout_accuracy", "accuracy", "loss", "tokens", "parameters", "bytes")  # shown for artifacts without rows
 
 
 @dataclass(frozen=True)

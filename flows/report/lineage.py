@@ -11,8 +11,7 @@ from puna.flows.html.markup import Content, Html, duration, join, legend, number
 from puna.flows.report.run import Run, Step
 
 NODE_WIDTH, NODE_HEIGHT, PITCH, MARGIN, GAP = 138.0, 38.0, 66.0, 8.0, 16.0
-LANE_WIDTH, SWEEPS = 14.0, 24
-"""The width of an edge that passes through a layer, and the number of passes that order and place the nodes of the layers."""
+LANE_WIDTH, SWEEPS = 14.0, 24  # width of an edge that passes through a layer; passes that order and place the nodes
 LETTERS = 20
 Place = tuple[float, int]  # the x of a node's centre, and its layer
 Lane = tuple[str, int]  # a node in its layer, or the point at which the node's outgoing edges pass a later layer

@@ -28,8 +28,7 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.files import write_bytes
 
 EVERY_SECONDS = 3.0
-SOON_SECONDS = 0.1
-"""Pause after a request that failed because the server is unreachable or busy; the pause doubles with each failure, up to 1 s."""
+SOON_SECONDS = 0.1  # pause after a request to an unreachable or busy server; doubles with each failure, up to 1 s
 LAST_SECONDS = 8.0  # maximum seconds to wait at the end of a run for pending reports, if the server answered the last request
 GONE_SECONDS = 1.0  # maximum seconds to wait at the end of a run for pending reports, if the server did not answer the last request
 MAX_LOGS = 5000

@@ -146,8 +146,7 @@ def _pieces(answer: Any) -> Iterator[str]:
         yield f"\n[stopped answering: {str(error) or type(error).__name__}]"
 
 
-_chat = lru_cache(1)(Chat)
-"""`Chat` with a cache for one store: opening another store's chat drops the cached chat and ends that chat's model process."""
+_chat = lru_cache(1)(Chat)  # for one store: opening another store's chat drops this one and ends its model process
 
 
 class Talk(BaseModel):

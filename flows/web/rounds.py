@@ -22,8 +22,7 @@ from puna.storage import Artifact, PunaError, Store
 from puna.storage.aliases import DEFAULT
 
 VERDICTS = {"passed": "right", "refused": "wrong", "waits": "busy"}
-MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per_byte")
-"""Metrics of the leaderboard. Models are ranked by the first of them that any model has."""
+MEASURED = ("accuracy", "score", "liked", "win_rate", "loss", "document_bits_per_byte")  # the first that any model has ranks them
 MOST = 40
 LONGEST = 9  # maximum number of digits in the form's number of preferences
 JUDGE = "Judge pairs of answers; each person gives a name. The judgements become preferences."

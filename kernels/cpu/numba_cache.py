@@ -37,15 +37,13 @@ from numba.core.serialize import dumps
 from numba.core.types import containers
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = Path(__file__).parent / "compiled"
-"""Folder of the shipped loops, with a folder for each target; made by `deploy/compile.py --ship`."""
+SHIPPED = Path(__file__).parent / "compiled"  # shipped loops, in a folder per target; made by `deploy/compile.py --ship`
 TARGETS = {"x86_64": ("x86-64-v3", "avx avx2 bmi bmi2 cx16 f16c fma lzcnt movbe popcnt sahf sse4.2 xsave"), "aarch64": ("generic", "")}
 """Machine → (LLVM's name of the processor that shipped loops are compiled for, instructions that it must have)."""
 FILES_PER_LOOP = 64  # maximum files, for several signatures, processors and versions of the code
 SUM_BYTES = 4  # bytes of the checksum after a compiled loop
 APART = ("puna.storage", "puna.stages.contract")  # packages that hold no code that a loop could use
-LIBRARIES = {"site-packages", "dist-packages"}
-"""Names of folders of installed libraries, in this environment or in another one on the module path."""
+LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed libraries, of any environment on the module path
 FUNCTION = re.compile(r"^(?:@|def |class |async )[^\n]*\n(?:(?:[ \t)][^\n]*)?\n)*", re.MULTILINE)
 """Pattern of a top-level function or class: imports inside it do not run when the file is imported."""
 IMPORT = re.compile(r"^ *(?:from ([\w.]+) import (\([^)]*\)|[^\n#]+)|import ([^\n#]+))", re.MULTILINE)

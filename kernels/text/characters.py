@@ -28,8 +28,7 @@ JOINER = 4096  # part of a word if inside it, else ignored: joiners, soft hyphen
 SEPARATOR = 8192  # separates words without being white space: the zero width space, the Tibetan mark between syllables
 
 POINTS = 0x110000
-ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))
-"""Ranges of code points; all code points outside these ranges are unassigned or for private use."""
+ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))  # ranges of code points; all others are unassigned or for private use
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 # Han, kana and their extensions; Thai, Lao, Khmer and Burmese.
 SINGLE_RANGES = (

@@ -102,8 +102,7 @@ def _counts(html: NDArray[np.uint8]) -> tuple[int, int, int, int, int, int]:
 
 FAILURES = (ValueError, RuntimeError)  # errors of the parser, and numbers out of range
 SECONDS, MEMORY = 10.0, 2 << 30
-MAX_OPTIONS = 2000
-"""Maximum options of selection lists in a page: the parser searches all earlier options for each. They hold no text of the page."""
+MAX_OPTIONS = 2000  # options of selection lists, which hold no text of the page; the parser searches all earlier ones for each
 OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", re.IGNORECASE)
 
 

@@ -21,8 +21,7 @@ from puna.models.generation.sampling import DIVERGED, RowError
 from puna.models.generation.step import Cache, Stretch, run
 
 BLOCK = 256  # the number of tokens whose logits are in memory at once
-Lane = list[tuple[int, int]]
-"""Indices of prompts, each with the number of leading tokens that the prompt shares with the lane's previous prompt."""
+Lane = list[tuple[int, int]]  # prompts (indices), each with the number of leading tokens shared with the lane's previous prompt
 
 
 class Score(NamedTuple):

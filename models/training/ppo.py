@@ -199,8 +199,7 @@ def _train(
 BY_ANSWER = ("scores", "finished")
 BY_TOKEN = ("logprobs", "values", "advantages", "returns", "importance")
 COLUMNS = (*BY_ANSWER, "mask", *BY_TOKEN)
-ROUNDING = 1e-6
-"""Largest advantage of a group with equal rewards, from the rounding of its KL penalty, while policy and reference are equal."""
+ROUNDING = 1e-6  # largest advantage of a group with equal rewards, from rounding of its KL penalty while policy and reference agree
 
 
 @dataclass

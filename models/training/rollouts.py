@@ -41,13 +41,10 @@ Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[Completion]]], Sco
 """Function that returns the answers' rewards, or a mapping with `score`, named parts, `steps` (end, reward), `unscored` (1: failed)."""
 Keep = Callable[[int, list[dict[str, Any]] | None], object]
 """Function that stores a rollout's rows, one per answer; rows None: an earlier attempt of the run has stored the rows."""
-Remember = Callable[[str, Callable[[], Any]], Any]
-"""Function that returns the JSON value stored under a name; the first time, it computes the value with the given function."""
+Remember = Callable[[str, Callable[[], Any]], Any]  # returns the JSON value stored under a name, computed the first time
 WAVE_FLOPS = 3e11  # FLOPs of the answers that a CPU samples between two saves: a few seconds of a core's time
-MISMATCH = 0.1
-"""Largest mean difference, in nats per token, between another engine's log-probs and the policy's; beyond it, answers are refused."""
-WATCHED = 8
-"""Approximate number of a run's rollouts, besides the last, whose KL divergence is measured although the reward does not need it."""
+MISMATCH = 0.1  # mean difference, nats per token, between another engine's log-probs and the policy's, beyond which answers are refused
+WATCHED = 8  # about as many rollouts, besides the last, have their KL divergence measured although the reward does not need it
 
 
 @dataclass(frozen=True)

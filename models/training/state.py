@@ -27,8 +27,7 @@ if TYPE_CHECKING:  # training a classifier needs no torch
     from torch import Tensor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-announce: Callable[[], object] | None = None
-"""Function that is called when a signal has to wait for a step; it runs in the signal handler, at any point of the program."""
+announce: Callable[[], object] | None = None  # called in the signal handler, at any point, when a signal has to wait for a step
 
 
 class Stop:

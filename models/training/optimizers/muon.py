@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from puna.models.training.settings import OptimizerSettings
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the odd polynomial a x + b x^3 + c x^5, whose iteration takes singular values in (0, 1] close to 1."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5, whose iteration takes singular values in (0, 1] close to 1
 Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of the momentum that a step keeps")]
 
 

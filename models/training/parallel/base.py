@@ -25,8 +25,7 @@ from puna.models.training.parallel.mesh import Mesh, broadcast_text, buckets, by
 from puna.models.training.state import Job, load_state, write_state
 from puna.models.transformer import Transformer
 
-Part = tuple[Any, bool]
-"""A micro-batch, and False if its loss does not count: a rank with too few micro-batches repeats the step's smallest, uncounted."""
+Part = tuple[Any, bool]  # a micro-batch, and False if it is only a repeat, whose loss does not count (see `Parallel.deal`)
 Values = dict[str, Tensor]
 Compute = Callable[[nn.Module, Any, bool], tuple[Tensor, Values]]
 """A function that returns a model's loss and metrics on a `Part`, as shares of the step's loss and metrics; zeros if it does not count."""

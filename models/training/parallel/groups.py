@@ -24,8 +24,7 @@ from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
 
 ONE = Layout()
-POLL, CHECK, BEAT = 0.01, 20, 5.0
-"""Seconds between polls for another rank's text, polls between two checks of the other ranks, and seconds between heartbeats."""
+POLL, CHECK, BEAT = 0.01, 20, 5.0  # seconds between polls for a rank's text; polls between checks of ranks; seconds between heartbeats
 _numbers = itertools.count()
 
 

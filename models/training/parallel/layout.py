@@ -15,8 +15,7 @@ from puna.models.settings import Settings
 if TYPE_CHECKING:
     from puna.models.config import ModelConfig
 
-AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")
-"""Axes of a layout, the outermost first: ranks that differ only on the last axis are neighbours."""
+AXES = ("pipeline", "data", "shard", "expert", "context", "tensor")  # the outermost first; ranks on the last are neighbours
 READERS = ("data", "shard", "expert")  # axes along which ranks have different micro-batches
 PROVED = frozenset(
     frozenset(axes.split()) for axes in (
@@ -97,7 +96,7 @@ class Layout(Settings):
         return None
 
     def refusal(self, device: str, config: ModelConfig | None = None, **used: object) -> str | None:
-        """Return why this layout is refused for training, or None. `config`: the model's shape; `used`: values of settings in `UNPROVED`."""
+        """Return why this layout must not train, or None. `config`: the model's shape; `used`: values of the `UNPROVED` settings."""
         if problem := self._unproved() or (config and self.misfit(config)):
             return problem
         if self.context > 1 and device != "cpu":
