@@ -20,8 +20,8 @@ and on prompts that are not reported. TRL computes in bf16 where that is faster.
 the share of right answers among those that finetuning learns from, and `sampled_prompts` the share of prompts with at least one: without a
 right answer, neither arm learns anything from a prompt.
 
-**Forgetting** by `rl` and `checked`, on each task: relative rise of perplexity on WikiText-2, relative fall of right last words of TinyStories (one of four choices, as
-in LAMBADA), and of right continuations of WikiText articles (one of four, as in ARC).
+**Forgetting** by `rl` and `checked`, on each task: relative rise of perplexity on WikiText-2, relative fall of right last words of passages
+of novels (one of four choices, as in LAMBADA), and of right continuations of WikiText articles (one of four, as in ARC).
 
 **Preferences.** Heads of `reward_model`, read at the last token and averaged over the answer, on hh_rlhf: accuracy on prompts that were not
 in the training fold, compared with always choosing the shorter answer.

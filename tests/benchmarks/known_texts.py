@@ -1,4 +1,4 @@
-"""Texts on which `alignment_known.py` measures forgetting: WikiText-2, last words of TinyStories, continuations of WikiText articles."""
+"""Texts on which `alignment_known.py` measures forgetting: WikiText-2, last words of novels, continuations of WikiText articles."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ class Texts:
 
 
 def last_words(text: str, count: int) -> list[dict[str, Any]]:
-    """Return passages of 40 to 60 words from stories without their last word, with the last words of three other passages as choices."""
-    passages = []
-    for story in text.split("<|endoftext|>"):
-        words = story.split()
-        ends = [at for at in range(40, min(60, len(words))) if words[at].rstrip('."!').isalpha() and words[at].endswith(".")]
-        if ends and (word := words[ends[0]].rstrip('."!')).lower() in (one.strip('.,"!').lower() for one in words[: ends[0]]):
-            passages.append((" ".join(words[: ends[0]]), word))
+    """Return passages of whole sentences, 40 to 60 words long, without their last word, which occurs earlier in the passage. The choices are
+    this word and the last words of three other passages."""
+    words, passages, start = text.split(), [], 0
+    while start < len(words):
+        ends = [at for at in range(start + 40, min(start + 60, len(words))) if words[at][-1] == "." and words[at][:-1].isalpha()]
+        said = {one.strip('.,;"!?').lower() for one in words[start : start + 40]}
+        at = next((at for at in ends if words[at][:-1].lower() in said), None)
+        if at is not None:
+            passages.append((" ".join(words[start:at]), words[at][:-1]))
+        start = next((place + 1 for place in range(start if at is None else at, len(words)) if words[place][-1] == "."), len(words))
     random, rows = Random(SEED), list[dict[str, Any]]()
     for context, word in random.sample(passages, min(count, len(passages))):
         others = sorted({other for _, other in passages if other.lower() != word.lower()})
