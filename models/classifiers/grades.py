@@ -1,18 +1,21 @@
-"""Puna's own quality model: the grade that a judge would give an English document as training data of a language model.
+"""Puna's own quality models: the grade that a judge would give a document as training data of a language model.
 
-A linear model of a document's size, and of features in its first READ bytes: words, numbers, punctuation, lines by length and ending.
-A feature is hashed to a bucket; its value is the square root of its count per word, which is capped at MOST.
+Linear models of a document's size, and of features in its first READ bytes: words, numbers, punctuation, lines by length and ending.
+A feature is hashed to a bucket; its value is the square root of its count per word, which is capped at MOST. One model is for English. The
+other was trained on the same English documents, but knows no word (see `form_of`), so it also judges FORM_LANGUAGES.
 `tests/benchmarks/train_grades.py` learns the weights from grades of 0 (worst) to 5 (best); NOTICE names the grades' source.
 """
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
@@ -20,7 +23,18 @@ from puna.kernels.text.strings import buffers
 
 WEIGHTS = Path(__file__).with_name("grades.safetensors")
 GOOD = 3  # minimum grade of a good text
-LANGUAGE = "en"  # language of the graded documents; the model knows no other
+LANGUAGE = "en"  # language of the graded documents
+FORM_LANGUAGES = re.findall("[a-z]+", """
+af am ar az ba be bem bg bn bo bs ca ckb cs cy da de dv dz ee el es et eu fa ff fi fj fo fr ga gl gu ha he hi hmn hr hu hy id ig is it
+ja ka kk km kn ko ku ky lb lo lt lv mg mi mk ml mn mr ms mt my nd ne nl nn no nso ny om pa pl ps pt ro ru rw sd shi si sk sl sm sn so sq
+sr ss sv sw ta te tg th ti tk tl tn to tr tt ty ug uk ur uz ve vi wo xh yo yue zh zu""")  # fmt: skip
+"""Other languages of NTREX-128 than English: translated news is good text to the model without words. For others there is no such proof."""
+UNSPACED = r"\p{Han}{1,2}|[\p{Hiragana}\p{Katakana}ー]{1,2}|[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]{1,5}"  # about a word each
+FORMS = {
+    "[。．！？।॥؟۔։።။។]": ". ", "[，、،၊；؛]": ", ", "：": ": ", "[“”„«»「」『』]": '"', "[་፡]": " ",
+    UNSPACED: " x ", r"[\p{L}\p{M}’']*[\p{L}\p{M}]": "x", r"\p{Nd}": "0",
+}  # fmt: skip
+"""Regular expression → replacement, in order: marks of all scripts as those of English, words as `x`, digits as 0."""
 READ = 20_000  # bytes read of a document
 BUCKETS = 1 << 15
 SIZES = np.array([20, 50, 100, 200, 400, 800, 1600, 3200], np.float64)  # words; each size exceeded adds its weight to the grade
@@ -36,32 +50,43 @@ LINES = np.array([1, 3, 9, 19, 49], np.int64)  # maximum words of a line in each
 
 
 class Model(NamedTuple):
-    """Weights [BUCKETS + sizes] and bias of the grade; `slope`, `middle`: the logistic function from grade to probability of GOOD."""
+    """Weights [BUCKETS + sizes] and bias of the grade; `slope`, `middle`: the logistic function from grade to probability of GOOD; `form`:
+    True if the model reads texts without words."""
 
     weights: NDArray[np.float32]
     bias: float
     slope: float
     middle: float
+    form: bool = False
 
 
-@lru_cache(maxsize=1)
-def load() -> Model:
+@lru_cache(maxsize=2)
+def load(name: str = "") -> Model:
+    """Return the English model, or the model without words (`name`: "form_"), whose weights lie beside this module."""
     from safetensors.numpy import load_file
 
     results = load_file(WEIGHTS)
-    bias, slope, middle = results["scale"].tolist()
-    return Model(results["weights"].astype(np.float32), bias, slope, middle)
+    bias, slope, middle = results[f"{name}scale"].tolist()
+    return Model(results[f"{name}weights"].astype(np.float32), bias, slope, middle, form=bool(name))
+
+
+def form_of(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the first READ characters of each text without its words, by FORMS."""
+    results = pc.utf8_slice_codeunits(texts, 0, READ)
+    for pattern, replacement in FORMS.items():
+        results = pc.replace_substring_regex(results, pattern, replacement)
+    return results
 
 
 def good_chances(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
-    """Return the probability that a judge grades each English text GOOD or more, float64[n]."""
+    """Return the model's probability that a judge grades each text GOOD or more, float64[n]."""
     chances: NDArray[np.float64] = 1 / (1 + np.exp(-model.slope * (grades_of(texts, model) - model.middle)))
     return chances
 
 
 def grades_of(texts: pa.ChunkedArray, model: Model) -> NDArray[np.float64]:
     """Return the grade of each text, float64[n], from about 0 to about 5."""
-    result: NDArray[np.float64] = _grade(*buffers(texts), model.weights, model.bias)
+    result: NDArray[np.float64] = _grade(*buffers(form_of(texts) if model.form else texts), model.weights, model.bias)
     return result
 
 

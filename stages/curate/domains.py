@@ -183,12 +183,8 @@ def _type(table: pa.Table, classifier: Artifact) -> tuple[pa.Table, dict[str, in
             seeds[row] = seed_label(count, int(rule["min_seeds"]), rule["max_second"])
     elif rows:
         raise PunaError(f"domains: {classifier.id} has no types, because it was trained without documents; train it on documents")
-    columns = {
-        "domain": pa.array(names, pa.string()),
-        "domain_score": pa.array(values, pa.float64()),
-        "domain_seed": pa.array(seeds, pa.string()),
-    }
-    return pa.table({"id": table["id"], **columns}), dict(Counter(names))
+    domain, score, seed = pa.array(names, pa.string()), pa.array(values, pa.float64()), pa.array(seeds, pa.string())
+    return pa.table({"id": table["id"], "domain": domain, "domain_score": score, "domain_seed": seed}), dict(Counter(names))
 
 
 def _report(run: StageRun, counts: Counter[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -35,12 +36,6 @@ class TrainEncoderQualityConfig(SeededConfig):
     max_tokens: int = Field(512, ge=8, le=32_768, description="Maximum tokens per document that the encoder reads")
     folds: int = Field(3, ge=2, le=20, description="Number of folds that documents are split into for out-of-fold scores")
     penalty: float = Field(0.01, gt=0, description="L2 penalty on the classifier's weights (ridge)")
-
-
-class EncoderQualityConfig(StageConfig):
-    """The setting of the metric `threshold`. All other settings come from the classifier."""
-
-    keep: float = Field(0.9, gt=0, lt=1, description="Share of documents (0 to 1) whose quality reaches the metric `threshold`")
 
 
 class Head(NamedTuple):
@@ -77,10 +72,8 @@ def train_encoder_quality(
     ((heads, counts),) = run.map(_fit_heads, list(examples.parts), config, labels.id if labels is not None else "", str(run.scratch))
     mean, scale, weights, bias = (np.stack([getattr(head, name) for head in heads]) for name in Head._fields)
     np.savez(run.folder / HEADS, mean=mean, scale=scale, weights=weights, bias=bias)
-    About(
-        PURPOSE, (GOOD, OTHER), config.folds, config.seed, exempt_sources=config.exempt_sources, max_tokens=config.max_tokens,
-        encoder=_digest(model, encoder),
-    ).write(run.folder)  # fmt: skip
+    about = About(PURPOSE, (GOOD, OTHER), config.folds, config.seed, exempt_sources=config.exempt_sources, max_tokens=config.max_tokens)
+    replace(about, encoder=place.digest).write(run.folder)
     run.metric("labelled", int(counts.sum()))
     report_quality(run, counts)
 
@@ -108,26 +101,16 @@ def _fit_heads(examples: Partition, config: TrainEncoderQualityConfig, labels: s
 @stage(kind="signals")
 def encoder_quality(
     documents: Documents, classifier: Classifier, model: Model | None, encoder: External | None, language: Signals | None,
-    config: EncoderQualityConfig, run: StageRun,
+    config: StageConfig, run: StageRun,
 ) -> None:  # fmt: skip
     """Score documents with a classifier from `train_encoder_quality`, using the encoder that it was trained on.
 
     The signals have the same names as in `quality`, so that `select` applies the same rules. Documents that the classifier was trained on
-    are scored by a head that was not trained on them. The metric `threshold` is the quality that the share `keep` of the documents reaches.
-    With `language`, ranks are computed per language."""
+    are scored by a head that was not trained on them. With `language`, ranks are computed per language."""
     place = place_of(PURPOSE, "encoder", model, encoder)
-    if load_classifier(classifier, PURPOSE).about.encoder != _digest(model, encoder):
+    if load_classifier(classifier, PURPOSE).about.encoder != place.digest:
         raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder; give that encoder, or train a classifier on this one")
-    scored, reached = write_scores(run, documents, language, 1 - config.keep, _score, classifier, place)
-    if scored:
-        run.metric("threshold", reached)
-    run.metric("scored", scored)
-
-
-def _digest(model: Artifact | None, encoder: External | None) -> str:
-    source = model or encoder
-    assert source is not None
-    return source.data_digest
+    write_scores(run, documents, language, 1, _score, classifier, place)
 
 
 def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEncoderQualityConfig) -> pa.Table:

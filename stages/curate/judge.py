@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
+F64 = NDArray[np.float64]
 Kind = Literal["scale", "yes_no"]
 Grade = Literal["judgement", "code_judgement", "reasoning_judgement"]
 TEXT = "{text}"
@@ -108,7 +109,7 @@ class Grader:
         """Return the first tokens of each page, at most `max_tokens`."""
         return [self._encode(text[: TOKEN_CHARACTERS * self.max_tokens])[: self.max_tokens] for text in texts]
 
-    def __call__(self, texts: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def __call__(self, texts: Sequence[str]) -> tuple[F64, F64]:
         """Return each page's grade and the total probability of the possible answers, both float64[n], from one forward pass: each page
         with the question's tail is a branch of the question's head."""
         import torch
@@ -240,18 +241,14 @@ def _sample(ids: list[str], sources: list[str], language: Artifact | None, confi
     if language is not None:
         table = signals_of(language, pa.chunked_array([pa.array(own, pa.string())]), ["language"])
         names = [name or "" for name in table["language"].to_pylist()]
-    results = sorted({(sources[row], name) for row, name in zip(rows.tolist(), names, strict=True)})
-    number = {group: at for at, group in enumerate(results)}
-    groups = np.array([number[sources[row], name] for row, name in zip(rows.tolist(), names, strict=True)], np.int64)
+    groups = np.unique([f"{sources[row]}\n{name}" for row, name in zip(rows.tolist(), names, strict=True)], return_inverse=True)[1]
     order = np.lexsort((uniform(own, config.seed, "judge"), groups))
     rank = np.arange(len(rows)) - np.searchsorted(groups[order], groups[order])
     return np.sort(rows[order[rank < config.sample]])
 
 
-def _grade_documents(
-    run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each chosen document's grade and total probability of the answers. This process uses a GPU; without one, workers use CPUs."""
+def _grade_documents(run: StageRun, documents: Artifact, chosen: NDArray[np.int64], place: Place, config: JudgeConfig) -> tuple[F64, F64]:
+    """Return the grade of each chosen document and the total probability of the answers. This process uses a GPU, workers use CPUs."""
     import torch
 
     batches = enumerate(_batches(documents, chosen, config.batch_documents))
@@ -268,10 +265,8 @@ def _grade_documents(
     return both[0], both[1]
 
 
-def _ask(
-    run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the grades that the endpoint's model writes (NaN for a reply without one), and 1 or 0 for a reply with or without a grade."""
+def _ask(run: StageRun, documents: Artifact, chosen: NDArray[np.int64], config: JudgeConfig) -> tuple[F64, F64]:
+    """Return the grades that the endpoint's model writes (NaN for a reply without one), and 1 for each reply with a grade, else 0."""
     assert config.endpoint is not None
     endpoint, question = Endpoint(config.endpoint, run), config.make_question()
     grades: list[float] = []
@@ -307,7 +302,7 @@ def _batches(documents: Artifact, chosen: NDArray[np.int64], size: int) -> Itera
         yield waiting
 
 
-def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> NDArray[np.float64]:
+def _grade(batch: tuple[int, list[str]], place: Place, config: JudgeConfig, device: str, scratch: str) -> F64:
     """Return each text's grade and total probability of the answers, float64[2, n]. Both are saved in a file for a resumed run."""
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from puna.storage.exchange import Partition
 declare_signal("quality", float, "probability", "probability that the document is good, from a model not trained on it", optional=True)
 declare_signal("quality_rank", float, "fraction of documents", "share of scored documents with lower quality", optional=True)
 GOOD, OTHER = "good", "other"
+LEAST_RANKED = 10  # minimum scored documents of a language for ranks by Puna's own models; of fewer, the worst would always be dropped
 
 
 class QualityConfig(StageConfig):
@@ -47,53 +49,51 @@ def _lacking(config: QualityConfig, language: bool) -> list[str]:
 def quality(documents: Documents, classifier: Classifier | None, language: Signals | None, config: QualityConfig, run: StageRun) -> None:
     """Score documents with Puna's own model, or with a classifier from `train_classifier` or `import_classifier`.
 
-    Puna's model (`puna.models.classifiers.grades`) was trained on a judge's grades of English documents: `quality` is the probability of a
-    grade of 3 (good text) or more; null for other languages. A `classifier`, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM
-    (2406.11794), usually separates good sources from others: `quality` is the probability of the class `positive`; null for exempt sources.
-    A classifier from `train_classifier` scores each document with a model not trained on it; it also learns how sources differ in subject
-    and language. `quality_rank` is the share of scored documents with lower quality, within the document's language if `language` is
-    given."""
+    Puna's models (`puna.models.classifiers.grades`) learned a judge's grades of English documents: `quality` is the probability of a grade
+    of 3 (good text) or more. English is judged by words and form, 117 others by form alone; `quality` is null for the rest, which the
+    metrics `unscored_LANGUAGE` count. A `classifier`, as in Llama 3 (arXiv 2407.21783, section 3.1.3) and DCLM (2406.11794), usually
+    separates good sources from others: `quality` is the probability of the class `positive`; null for exempt sources. A classifier from
+    `train_classifier` scores each document with a model not trained on it; it also learns how sources differ in subject and language.
+    `quality_rank` is the share of scored documents with lower quality, within the document's language if `language` is given."""
     if classifier is None:
         if language is None or _lacking(config, True):
             raise PunaError(f"quality: {_lacking(config, language is not None)[0]}")
-        scored, _ = write_scores(run, documents, language, 0.5, _grade, language)
+        write_scores(run, documents, language, LEAST_RANKED, _grade, language)
     else:
         about = load_classifier(classifier, "quality")
         if config.positive not in about.classes:
             raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
-        scored, _ = write_scores(run, documents, language, 0.5, _score, classifier, config.positive)
-    run.metric("scored", scored)
+        write_scores(run, documents, language, 1, _score, classifier, config.positive)
 
 
-def write_scores(
-    run: StageRun, documents: Artifact, language: Artifact | None, share: float, score: Callable[..., pa.Table], *args: Any
-) -> tuple[int, float]:
-    """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`, per language if `language` is given.
-    Return the number of scored documents, and the quantile `share` of their quality (0 if none was scored)."""
+def write_scores(run: StageRun, documents: Artifact, language: Artifact | None, least: int, score: Callable[..., Any], *args: Any) -> None:
+    """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`, per language if `language` is given,
+    and the metrics `scored` and `unscored_LANGUAGE`. Ranks are null in groups of fewer than `least` scored documents."""
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
     if not parts:
         run.write_rows([])
-        return 0, 0.0
+        run.metric("scored", 0)
+        return
     scores = run.exchange(score, parts, *args, by="all", partitions=1)
-    ranked = run.exchange(_rank, scores.parts, language, share, by="id", partitions=cut)
+    ranked = run.exchange(_rank, scores.parts, language, least, by="id", partitions=cut)
     run.produce_shards(_signals, ranked, cut)
-    scored, reached = ranked.infos[0]
-    return scored, reached
+    for name, count in ranked.infos[0].items():
+        run.metric(name, count)
 
 
-def _rank(scores: Partition, language: Artifact | None, share: float) -> tuple[pa.Table, tuple[int, float]]:
+def _rank(scores: Partition, language: Artifact | None, least: int) -> tuple[pa.Table, dict[str, int]]:
     results = scores.read()
     values = np.array(results["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
-    scored = ~np.isnan(values)
-    groups = np.zeros(int(scored.sum()), dtype="U1")
+    scored, unscored = ~np.isnan(values), {}
+    groups = np.zeros(len(values), dtype="U1")
     if language is not None:
-        names = signals_of(language, results["id"].filter(pa.array(scored)), ["language"])["language"].to_pylist()
-        groups = np.array([name or "" for name in names], dtype="U")
+        names = signals_of(language, results["id"], ["language"])["language"].to_pylist()
+        groups = np.array([name or "unknown" for name in names], dtype="U")
+        unscored = {f"unscored_{name}": count for name, count in sorted(Counter(groups[~scored].tolist()).items())}
     ranks = np.full(len(values), np.nan)
-    ranks[scored] = ranks_within(values[scored], groups)
+    ranks[scored] = ranks_within(values[scored], groups[scored], least)
     columns = {"quality": pa.array(values, from_pandas=True), "quality_rank": pa.array(ranks, from_pandas=True)}
-    reached = float(np.quantile(values[scored], share)) if scored.any() else 0.0
-    return pa.table({"id": results["id"], **columns}), (int(scored.sum()), reached)
+    return pa.table({"id": results["id"], **columns}), {"scored": int(scored.sum()), **unscored}
 
 
 def _signals(rows: pa.Table) -> pa.Table:
@@ -111,9 +111,11 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
 
 def _grade(part: Part, language: Artifact) -> pa.Table:
     table = part.read()
-    rows = pc.indices_nonzero(pc.equal(signals_of(language, table["id"], ["language"])["language"], grades.LANGUAGE)).to_numpy()
-    results = grades.good_chances(table["text"].take(pa.array(rows, pa.int64())), grades.load())
-    return scores_of(table["id"], rows, results)
+    names, values = signals_of(language, table["id"], ["language"])["language"], np.full(table.num_rows, np.nan)
+    for model, judged in (("", [grades.LANGUAGE]), ("form_", grades.FORM_LANGUAGES)):
+        rows = pc.is_in(names, pa.array(judged))
+        values[np.asarray(rows)] = grades.good_chances(table["text"].filter(rows), grades.load(model))
+    return scores_of(table["id"], np.arange(table.num_rows), values)
 
 
 def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], values: NDArray[np.float64]) -> pa.Table:
@@ -123,11 +125,12 @@ def scores_of(ids: pa.ChunkedArray, rows: Sequence[int] | NDArray[np.uint64], va
     return pa.table({"all": np.zeros(len(ids), np.int32), "id": ids, "quality": pa.array(quality, from_pandas=True)})
 
 
-def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_]) -> NDArray[np.float64]:
-    """Return the share of values in the same group that are lower, for each value: float64[n] in [0, 1). Equal values have equal ranks."""
-    ranks = np.zeros(len(values))
+def ranks_within(values: NDArray[np.float64], groups: NDArray[np.str_], least: int = 1) -> NDArray[np.float64]:
+    """Return for each value the share of values in its group that are lower, float64[n] in [0, 1); equal values have equal ranks. NaN in
+    groups of fewer than `least` values."""
+    ranks = np.full(len(values), np.nan)
     for group in np.unique(groups):
         members = groups == group
-        inside = values[members]
-        ranks[members] = np.searchsorted(np.sort(inside), inside, side="left") / len(inside)
+        if len(inside := values[members]) >= least:
+            ranks[members] = np.searchsorted(np.sort(inside), inside, side="left") / len(inside)
     return ranks

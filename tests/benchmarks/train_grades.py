@@ -2,7 +2,8 @@
 
 TEXTS are JSON lines with `text`, `grade` (0 to 5) and `site`; OUT is the weights file. `tests/benchmarks/quality.py --write` creates such
 lines from the grades that come with Puna (`stages/curate/data/grades.tsv`). Texts are divided into folds by site: the printed figures, and
-the calibration from grade to probability, use models that did not see the text's site; the written weights are trained on all texts.
+the calibration from grade to probability, use models that did not see the text's site; the written weights are trained on all texts. Two
+models are trained: on the texts, for English, and on the texts without their words (`form_of`), for other languages.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from puna.models.classifiers.grades import BUCKETS, GOOD, MOST, READ, SHARE, SIZE, SIZES, Model, tokens
+from puna.models.classifiers.grades import BUCKETS, GOOD, MOST, READ, SHARE, SIZE, SIZES, Model, form_of, tokens
 from puna.stages.curate.classifiers.classifier import auc, score_counts
 from puna.storage import PunaError
 
@@ -126,17 +128,25 @@ def main() -> None:
     from safetensors.numpy import save_file
 
     texts = read([Path(name) for name in sys.argv[1:-1]])
-    model, results = train(texts)
-    grades = np.array([text.grade for text in texts])
+    forms = form_of(pa.chunked_array([pa.array([text.text for text in texts], pa.large_string())])).to_pylist()
+    tensors = {}
+    for name, own in (("", texts), ("form_", [text._replace(text=form) for text, form in zip(texts, forms, strict=True)])):
+        model, results = train(own)
+        print(f"\n{name}weights")
+        _report(results, np.array([text.grade for text in own]))
+        tensors[f"{name}weights"] = model.weights.astype(np.float16)
+        tensors[f"{name}scale"] = np.array([model.bias, model.slope, model.middle], np.float64)
+    save_file(tensors, sys.argv[-1])
+
+
+def _report(results: Grades, grades: Grades) -> None:
     chances = 1 / (1 + np.exp(-results))  # in their order
     for least in (2, 3, 4):
         good = grades >= least
         if good.all() or not good.any():
             continue
-        print(f"{len(texts)} texts, grade >= {least}: {good.mean():.2f}, AUC on unseen sites {auc(score_counts(chances, good)):.4f}")
+        print(f"{len(grades)} texts, grade >= {least}: {good.mean():.2f}, AUC on unseen sites {auc(score_counts(chances, good)):.4f}")
     print(f"correlation {np.corrcoef(results, grades)[0, 1]:.3f}")
-    scale = np.array([model.bias, model.slope, model.middle], np.float64)
-    save_file({"weights": model.weights.astype(np.float16), "scale": scale}, sys.argv[-1])
 
 
 if __name__ == "__main__":

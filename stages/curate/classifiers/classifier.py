@@ -176,12 +176,9 @@ def report_quality(run: StageRun, counts: NDArray[np.int64]) -> None:
     run.metric("positives", positives)
     run.metric("negatives", negatives)
     report_calibration(run, "calibration", "good documents", counts)
-    places = np.flatnonzero(counts.any(axis=0))
-    at = np.minimum(places * BARS // FINEST, BARS - 1)
-    histogram = {}
-    for name, side in zip(("good documents", "others"), counts[:, places], strict=True):
-        bars = np.bincount(at, side, BARS) / side.sum()
-        histogram[name] = [(bar / BARS, share) for bar, share in enumerate(bars.tolist())]
+    bar_of = np.minimum(np.arange(FINEST + 1) * BARS // FINEST, BARS - 1)
+    shares = {name: np.bincount(bar_of, side, BARS) / side.sum() for name, side in zip(("good documents", "others"), counts, strict=True)}
+    histogram = {name: [(bar / BARS, share) for bar, share in enumerate(bars.tolist())] for name, bars in shares.items()}
     run.figure("scores", Figure("Quality scores, out of fold", "probability", "share of documents", histogram, kind="bar"))
 
 

@@ -17,9 +17,10 @@ Encode = Callable[[str], NDArray[np.float32]]
 
 
 class Place(NamedTuple):
-    """A network on the local disk: a folder, or a GGUF file. `own`: True if it is a model artifact of this pipeline."""
+    """A network on the local disk: a folder, or a GGUF file, and its digest. `own`: True if it is a model artifact of this pipeline."""
 
     path: str
+    digest: str
     own: bool = False
 
 
@@ -27,15 +28,15 @@ def place_of(stage: str, name: str, model: Artifact | None, external: External |
     """Return the location of the network given to `stage`: a model of this pipeline, or a Hugging Face folder as the input `name`. With
     `gguf`, that input may also be a GGUF file or a folder with one. Raise PunaError unless exactly one network is given."""
     if model is not None and external is None:
-        return Place(str(model.path()), own=True)
+        return Place(str(model.path()), model.data_digest, own=True)
     if external is None or model is not None:
         raise PunaError(f"{stage}: give exactly one {name}: a model artifact, or the folder of a Hugging Face {name}")
     path = Path(external.uri.removeprefix("file://"))
     if (path / "config.json").is_file():
-        return Place(str(path))
+        return Place(str(path), external.data_digest)
     files = ([path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))) if gguf else []
     if len(files) == 1 and files[0].is_file():
-        return Place(str(files[0]))
+        return Place(str(files[0]), external.data_digest)
     more = f", and {len(files)} GGUF files" if gguf else ""
     raise PunaError(f"{stage}.{name}: {external.uri} is not a local folder of a Hugging Face model (it has no config.json{more})")
 

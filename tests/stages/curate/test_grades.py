@@ -1,5 +1,5 @@
-"""The shipped quality model: its counts compared with a second implementation, its training with dense algebra, and which documents it
-grades."""
+"""The shipped quality models: their counts compared with a second implementation, their training with dense algebra, and which documents they
+grade."""
 
 from __future__ import annotations
 
@@ -132,17 +132,64 @@ def test_sound_text_is_told_from_what_is_none() -> None:
     assert max(chances[1:]) < 0.2
 
 
-def test_documents_of_other_languages_are_not_judged_and_stay(tmp_path: Path, make_documents: Any) -> None:
+# A menu and the same river in languages with spaces, with marks of their own, and without spaces.
+OTHERS = {
+    "de": (
+        "Der Fluss entspringt in den Hügeln nördlich der Stadt und fließt dreißig Meilen weit, bevor er das Meer erreicht. Im Frühjahr, wenn "
+        "der Schnee schmilzt, kann sein Pegel an einem Tag um zwei Meter steigen. Deshalb wurden die alten Mühlen weit oberhalb der Ufer "
+        "gebaut.\n\nHistoriker streiten seit langem darüber, wer die erste von ihnen gebaut hat. Aufzeichnungen der Abtei erwähnen 1180 eine "
+        "Mühle, aber die Steine, die man heute sieht, gehören zu einem späteren Gebäude.",
+        "Startseite\nProdukte\nJetzt kaufen\nSonderangebot!\nKontakt\nAnmelden\nRegistrieren\n© 2024\nAGB\nDatenschutz\n0 Artikel\n",
+    ),
+    "hi": (
+        "नदी शहर के उत्तर में पहाड़ियों से निकलती है और समुद्र तक पहुँचने से पहले तीस मील बहती है। वसंत में, जब बर्फ पिघलती है, इसका जल स्तर एक दिन में दो मीटर "
+        "बढ़ सकता है। इसलिए पुरानी चक्कियाँ किनारों से बहुत ऊपर बनाई गई थीं।\n\nइतिहासकार लंबे समय से बहस करते रहे हैं कि पहली चक्की किसने बनाई। मठ के अभिलेख "
+        "११८० में एक चक्की का उल्लेख करते हैं, लेकिन आज दिखने वाले पत्थर बाद की इमारत के हैं।",
+        "होम\nउत्पाद\nअभी खरीदें\nसेल!\nसंपर्क करें\nलॉग इन\nपंजीकरण\n© 2024\nशर्तें\nगोपनीयता\n0 आइटम\n",
+    ),
+    "ja": (
+        "川は町の北の丘から流れ出し、海に着くまで三十マイルを流れる。春になって雪が解けると、水位は一日で二メートルも上がることがある。そのため、"
+        "古い水車小屋は岸からずっと高いところに建てられた。\n\n最初の水車小屋を誰が建てたのかについて、歴史家は長いあいだ議論してきた。修道院の記録"
+        "は1180年に水車小屋があったと伝えているが、今日見られる石は後の建物のものである。",
+        "ホーム\n商品\n今すぐ購入\nセール！\nお問い合わせ\nログイン\n登録\n© 2024\n利用規約\n個人情報\n0点\n",
+    ),
+}  # fmt: skip
+
+
+def test_texts_without_words_by_hand() -> None:
+    texts = ["Das ist „gut“: 12 Äpfel.", "今天天气好。我去！", "これはペンです、", "एक दिन है। ११", "l’été n'a", "ཨ་ཨ", ""]
+    expected = ['x x "x": 00 x.', " x  x  x .  x . ", " x  x  x  x , ", "x x x.  00", "x x", "x x", ""]
+    assert grades.form_of(pa.chunked_array([texts])).to_pylist() == expected
+    assert grades.form_of(pa.chunked_array([["a " * 15_000]])).to_pylist() == ["x " * 10_000]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_sound_text_is_told_from_menus_by_form_in_other_languages(name: str) -> None:
+    good, menu = grades.good_chances(pa.chunked_array([OTHERS[name]]), grades.load("form_"))
+    assert good > 0.3 and menu < 0.1
+    seen = training.rows_of(grades.form_of(pa.chunked_array([OTHERS[name]])).to_pylist())
+    assert grades.grades_of(pa.chunked_array([OTHERS[name]]), grades.load("form_")) == pytest.approx(
+        seen @ grades.load("form_").weights + grades.load("form_").bias, abs=1e-4
+    )
+
+
+def test_each_language_has_its_own_model_or_no_score_at_all(tmp_path: Path, make_documents: Any) -> None:
     store = Store.open(tmp_path)
-    german = "Der Fluss entspringt in den Hügeln nördlich der Stadt und fließt dreißig Meilen weit, bevor er das Meer erreicht."
-    rows = [("a", "web", PROSE), ("b", "web", german), ("c", "web", MENU)]
-    documents = make_documents(store, rows)
-    languages = execute(language, LanguageConfig(), {"documents": documents}, store)
-    made = execute(quality, QualityConfig(), {"documents": documents, "language": languages}, store).read().to_pylist()
-    found = {row["id"]: (row["quality"], row["quality_rank"]) for row in made}
-    expected = grades.good_chances(pa.chunked_array([[PROSE]]), grades.load())[0]
-    assert found["a"] == (pytest.approx(expected), 0.5 if found["c"][0] is not None else 0.0)
-    assert found["b"] == (None, None)
+    latin = "Gallia est omnis divisa in partes tres, quarum unam incolunt Belgae, aliam Aquitani, tertiam Galli."
+    texts = {"a": (PROSE, "en"), "b": (OTHERS["de"][0], "de"), "c": (MENU, "en"), "d": (latin, "la"), "e": (latin, None)}
+    texts |= {f"f{n}": (OTHERS["hi"][n % 2], "hi") for n in range(10)}
+    documents = make_documents(store, [(key, "web", text) for key, (text, _) in texts.items()])
+    table = pa.table({"id": list(texts), "language": pa.array([name for _, name in texts.values()], pa.string())})
+    given = {"documents": documents, "language": store.import_table("signals", table)}
+    made = execute(quality, QualityConfig(), given, store)
+    found = {row["id"]: (row["quality"], row["quality_rank"]) for row in made.read().to_pylist()}
+    english, german = (grades.good_chances(pa.chunked_array([[texts[key][0]]]), grades.load(name))[0] for key, name in (("a", ""), ("b", "form_")))
+    # No ranks in languages of fewer than ten documents: the worst of them would be dropped whatever it is.
+    assert found["a"] == (pytest.approx(english), None) and found["b"] == (pytest.approx(german), None)
+    assert found["d"] == found["e"] == (None, None)
+    assert [found[f"f{n}"][1] for n in range(10)] == [0.5, 0.0] * 5
+    metrics = made.manifest.metrics
+    assert {name: value for name, value in metrics.items() if "scored" in name} == {"scored": 13, "unscored_la": 1, "unscored_unknown": 1}
     settings = SelectConfig.model_validate({"quality": {"min_quality": 0.99}})
     rules = [replace(rule, kinds=()) for rule in active_rules(settings) if rule.name.startswith("quality.")]
     table = pa.table({"id": ["a", "b"], "source": ["web", "web"], "quality": [0.5, None], "quality_rank": [0.5, None]})
@@ -150,17 +197,18 @@ def test_documents_of_other_languages_are_not_judged_and_stay(tmp_path: Path, ma
     with pytest.raises(PunaError, match=r"without a classifier, the documents' languages are needed.*--set select_model\.quality=null"):
         execute(quality, QualityConfig(), {"documents": documents}, store)
     with pytest.raises(PunaError, match="positive='bad': Puna's own model has no classes"):
-        execute(quality, QualityConfig(positive="bad"), {"documents": documents, "language": languages}, store)
+        execute(quality, QualityConfig(positive="bad"), given, store)
 
 
-def test_a_crawl_without_english_has_no_scores_and_stays(tmp_path: Path, make_documents: Any) -> None:
+def test_a_crawl_in_a_language_that_is_not_judged_has_no_scores_and_stays(tmp_path: Path, make_documents: Any) -> None:
     store = Store.open(tmp_path)
-    german = "Der Fluss entspringt in den Hügeln nördlich der Stadt und fließt dreißig Meilen weit, bevor er das Meer erreicht."
-    documents = make_documents(store, [("a", "web", german), ("b", "web", german.replace("Fluss", "Bach"))])
+    latin = "Gallia est omnis divisa in partes tres, quarum unam incolunt Belgae, aliam Aquitani, tertiam qui ipsorum lingua Celtae appellantur."
+    documents = make_documents(store, [("a", "web", latin), ("b", "web", latin.replace("Gallia", "Britannia"))])
     languages = execute(language, LanguageConfig(), {"documents": documents}, store)
+    assert "la" not in grades.FORM_LANGUAGES and set(languages.read()["language"].to_pylist()) == {"la"}
     made = execute(quality, QualityConfig(), {"documents": documents, "language": languages}, store)
     assert made.read().to_pylist() == [{"id": key, "quality": None, "quality_rank": None} for key in "ab"]
-    assert made.manifest.metrics["scored"] == 0
+    assert made.manifest.metrics["scored"] == 0 and made.manifest.metrics["unscored_la"] == 2
     off = {name: None for name, value in SelectConfig().model_dump().items() if isinstance(value, dict) and name not in ("groups", "sql")}
     rules = SelectConfig.model_validate(off | {"quality": {"min_quality": 0.5, "min_rank": 0.5}})
     signals = [made, execute(heuristics, HeuristicsConfig(), {"documents": documents, "language": languages}, store)]

@@ -11,10 +11,10 @@ from puna.models.formats.checkpoint import load_with_tokenizer, save
 from puna.models.formats.gguf.files import write
 from puna.models.tokens.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from puna.models.transformer import Transformer
-from puna.stages.contract import External, execute
+from puna.stages.contract import External, StageConfig, execute
 from puna.stages.contract.config import parse
 from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, train_code_reasoning
-from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
+from puna.stages.curate.encoder_quality import TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.judge import SCALES, TEXT, TOP, JudgeConfig, built_in, judge
 from puna.stages.grading import tokens_apart
 from puna.storage import Identity, PunaError, Store
@@ -181,7 +181,7 @@ def test_classifiers_learn_the_grades(tmp_path, make_documents, themed, small_mo
     given = {"documents": plain, "model": encoder}
     learned = execute(train_encoder_quality, TrainEncoderQualityConfig(max_tokens=64), given | {"labels": labels}, store)
     assert learned.manifest.metrics["labelled"] == len(grades) < 72
-    made = execute(encoder_quality, EncoderQualityConfig(), given | {"classifier": learned}, store)
+    made = execute(encoder_quality, StageConfig(), given | {"classifier": learned}, store)
     quality = {i: q for i, q in zip(*made.read().select(["id", "quality"]).to_pydict().values(), strict=True) if q is not None}
     assert np.mean([(q > 0.5) == ("sports" in i) for i, q in quality.items() if i not in grades]) > 0.9
     both = [execute(judge, config.model_copy(update={"signal": f"{kind}_judgement"}), {"documents": documents, "model": judged}, store)

@@ -39,6 +39,8 @@ def test_ranks_by_definition(rows):
     for rank, (value, group) in zip(ranks_within(values, groups), rows, strict=True):
         peers = [v for v, g in rows if g == group]
         assert rank == sum(v < value for v in peers) / len(peers)
+    sizes = np.array([sum(g == group for _, g in rows) for group in groups], int)
+    assert np.isnan(ranks_within(values, groups, 4)).tolist() == (sizes < 4).tolist()
 
 
 def test_calibration_by_hand():

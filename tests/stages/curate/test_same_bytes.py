@@ -23,7 +23,7 @@ from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, code_rea
 from puna.stages.curate.contamination import ContaminationConfig, contamination
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.domains import TrainDomainsConfig, domains, train_domains
-from puna.stages.curate.encoder_quality import EncoderQualityConfig, TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
+from puna.stages.curate.encoder_quality import TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.gather import GatherConfig, gather
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
@@ -212,7 +212,7 @@ SPECS = {
         "documents": w.documents, "model": w.model, "language": w.made["language"]}),
     "train_encoder_quality": (train_encoder_quality, TrainEncoderQualityConfig(max_tokens=32), lambda w: {
         "documents": w.documents, "model": w.model}),
-    "encoder_quality": (encoder_quality, EncoderQualityConfig(), lambda w: {
+    "encoder_quality": (encoder_quality, StageConfig(), lambda w: {
         "documents": w.documents, "classifier": w.made["train_encoder_quality"], "model": w.model, "language": w.made["language"]}),
 }  # fmt: skip
 WORKS = {
