@@ -16,6 +16,8 @@ from puna.stages.io.imports import import_documents
 from puna.storage import Artifact
 
 LAST_WORDS, CONTINUATIONS = 100, 40
+CHARACTERS = 600
+"""Length of the beginnings of WikiText's articles, each of which gives one question."""
 SEED = 541
 
 
@@ -26,7 +28,8 @@ class Texts:
         self.bench = bench
         misc = bench.data / "text_misc"
         articles = smollm2.articles_of(misc / "wikitext2_valid.txt")
-        self.articles = bench.rows(import_documents, "wikitext", articles)
+        beginnings = [row | {"text": row["text"][:CHARACTERS]} for row in articles]
+        self.articles = bench.rows(import_documents, "wikitext", beginnings)
         folder = bench.folder / "lambada"
         folder.mkdir(exist_ok=True)
         rows = last_words((misc / "tinystories_248k.txt").read_text(encoding="utf-8"), LAST_WORDS)
@@ -38,8 +41,8 @@ class Texts:
         (self.task,) = External.resolve(str(folder))
 
     def measured(self, model: Artifact) -> dict[str, float]:
-        """Return the perplexity on WikiText, and the shares of right words and right continuations."""
-        pages = {"questions": CONTINUATIONS, "continuations": 0, "max_bytes": 20_000, "max_page_bytes": 20_000, "option_words": 12}
+        """Return the perplexity on beginnings of WikiText, and the shares of right words and right continuations."""
+        pages = {"questions": CONTINUATIONS, "continuations": 0, "max_bytes": 24_000, "prompt_words": 40, "option_words": 12}
         read = self.bench.make(evaluate, {"pages": pages}, {"model": model, "documents": self.articles}).read().to_pylist()
         words = self.bench.make(benchmark, {}, {"model": model, "tasks": [self.task]}).read().to_pylist()
         value = {(row["task"], row["metric"]): float(row["value"]) for row in [*read, *words]}
