@@ -107,7 +107,7 @@ def expected_at(words: I64, expected: F64) -> F64:
 
 
 class Tally:
-    """Word counts by bin, summed over parts. New entries are merged once they outnumber the merged entries and `LEAST`."""
+    """Word counts by bin, summed over parts. New entries are merged once they outnumber a quarter of the merged entries and `LEAST`."""
 
     LEAST = 1 << 16
 
@@ -120,7 +120,7 @@ class Tally:
         self.pieces.append((bins, counts))
         self.words += int(counts.sum())
         self.waiting += len(bins)
-        if self.waiting > max(self.LEAST, len(self.pieces[0][0])):
+        if self.waiting > max(self.LEAST, len(self.pieces[0][0]) // 4):
             total = self.dense()
             self.pieces = [(np.flatnonzero(total).astype(np.uint32), total[total > 0])]
             self.waiting = 0
