@@ -284,7 +284,7 @@ def write_weights(held: Parallel, write: Callable[[Iterable[tuple[str, Tensor]]]
             raise error or OSError(words[0])
 
     try:
-        (write if mesh.index == 0 else deque(maxlen=0).extend)(weights())
+        (write if mesh.index == 0 else deque[Any](maxlen=0).extend)(weights())
     except Exception as error:
         if mesh.index == 0:
             agree(error)
