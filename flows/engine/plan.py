@@ -99,8 +99,8 @@ def together(sizes: Sequence[Size]) -> Size:
 @dataclass(frozen=True)
 class PlannedStep:
     """A step of a plan. `state`: reused (`why` is its artifact), runs (`why` lists changes), or after (`why` names steps to wait for).
-    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: the names of
-    the inputs in `BEGINS`; a name is empty if an earlier step has yet to make the artifact."""
+    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: of training,
+    name → artifact id of each input in `BEGINS`; an id is empty if an earlier step has yet to make the artifact."""
 
     label: str
     stage: str
