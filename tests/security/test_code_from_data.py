@@ -78,7 +78,7 @@ def test_the_command_allows_a_module(evil: Path) -> None:
 @pytest.mark.parametrize(("column", "value"), [("choices", ["a", "b"]), ("instruction_id_list", ["punctuation:no_comma"]), ("test", "assert f(1)")])
 def test_an_import_refuses_columns_without_which_a_row_means_something_else(tmp_path: Path, column: str, value: object) -> None:
     row: dict[str, object] = {"prompt": "q", "reference": "1", column: value}
-    with pytest.raises(PunaError, match=f"column '{column}' holds"):
+    with pytest.raises(PunaError, match=f"column '{column}' contains"):
         imported(tmp_path, [row])
     # A verifier replaces the row's own checks, but not fields that the question lacks.
     more: dict[str, Any] = {"ignored_columns": ["choices"]} if column == "choices" else {}

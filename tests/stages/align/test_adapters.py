@@ -121,5 +121,5 @@ def test_adapters_that_do_not_fit_are_refused_by_name(tmp_path: Path, tiny_model
     with pytest.raises(PunaError, match="PROMPT_TUNING"):
         merged(store, start, other)
     (other / "adapter_model.safetensors").rename(other / "adapter_model.bin")
-    with pytest.raises(PunaError, match="holds no adapter_model.safetensors: .* is a pickle"):
+    with pytest.raises(PunaError, match="has no adapter_model.safetensors; .* is a pickle"):
         merged(store, start, other)

@@ -87,7 +87,7 @@ def test_the_model_says_how_its_reward_is_read(tmp_path: Path, tiny_model: Tiny,
             assert reward == pytest.approx(sum(by_token) / len(by_token), rel=1e-3, abs=1e-5)
 
     for format in ("hf", "gguf", "adapter"):
-        with pytest.raises(PunaError, match=f"its reward is a mean over the answer's tokens, which {format} cannot represent; train it with pooling=last"):
+        with pytest.raises(PunaError, match=f"its reward is a mean over the answer's tokens, which the format {format} cannot represent; train it with pooling=last"):
             export_model(made["mean"], tmp_path / format, format)
     export_model(made["last"], tmp_path / "hf")
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").config.num_labels == 1

@@ -53,7 +53,7 @@ def test_a_list_of_names_names_every_input(tmp_path) -> None:
     store = Store.open(tmp_path)
     given = [documents(store, (name(n), 1, "text")) for n in range(2)]
     facts = Facts({"documents": (InputFacts("documents"), InputFacts("documents"))}, None)
-    assert gather.unmet(GatherConfig(sources=("a",)), facts) == ["gather: sources names 1 of 2 inputs; name each"]
+    assert gather.unmet(GatherConfig(sources=("a",)), facts) == ["gather: sources names 1 of 2 inputs; name all"]
     assert not gather.unmet(GatherConfig(sources=("a", "b")), facts) and not gather.unmet(GatherConfig(), facts)
     with pytest.raises(PunaError, match="sources names 1 inputs, but there are 2"):
         execute(gather, GatherConfig(sources=("a",)), {"documents": given}, store)
