@@ -90,7 +90,7 @@ def test_a_ramp_counts_from_the_beginning_of_the_run() -> None:
     grown = phase("late", 9, ramp=({"after_tokens": 100, "rows": 3}, {"after_tokens": 200, "rows": 5}))
     assert grown.growth(10, 110).values == (3, 5) and grown.growth(10, 110).starts == (1, 4)
     assert grown.replace(steps=0, until=300).with_steps(10, 110).steps == 3 + 2
-    with pytest.raises(PunaError, match="phase late: the run already has 400 tokens before it"):
+    with pytest.raises(PunaError, match="phase late: the run reads 400 tokens before it"):
         grown.replace(steps=0, until=300).with_steps(10, 400)
     with pytest.raises(PunaError, match="phase late has 1 steps: .*warmup_steps must lie in"):
         Phase(name="late", until=5, rows_per_step=1, schedule={"warmup_steps": 3}).with_steps(10)
