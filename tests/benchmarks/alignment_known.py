@@ -49,7 +49,7 @@ import known_trl
 import numpy as np
 import torch
 
-from puna.models.machine import bf16_pays
+from puna.models.accounting import bf16_pays
 from puna.models.training.objectives import Targets
 from puna.models.training.packing import pack
 from puna.models.training.resumable_loop import rows_of
