@@ -18,7 +18,7 @@ from puna.stages.contract import External, Stage, StageConfig, Value, identify, 
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import against, flat
 
-BEGINS = ("model", "size", "tasks")  # inputs of a training stage that determine its cost
+BEGINS = ("model", "size")  # inputs of a training stage that determine its cost
 STATES = {"reused": "reused", "runs": "run", "after": "wait for these"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}  # exponents: a cost grows as this power of the input's size
 LARGEST, FARTHEST = 1e30, 10
@@ -99,8 +99,8 @@ def together(sizes: Sequence[Size]) -> Size:
 @dataclass(frozen=True)
 class PlannedStep:
     """A step of a plan. `state`: reused (`why` is its artifact), runs (`why` lists changes), or after (`why` names steps to wait for).
-    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: of training,
-    name → artifact id of each input in `BEGINS`; an id is empty if an earlier step has yet to make the artifact."""
+    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: for training, the artifact ids of
+    the inputs in `BEGINS`, by name; an id is empty if an earlier step has yet to make the artifact."""
 
     label: str
     stage: str

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from puna.flows.cli.main import app
 from puna.flows.cli.notebook import run_flow
-from puna.flows.engine.cost import Total, costs, pretraining
-from puna.flows.engine.plan import PlannedStep, plan_flow
+from puna.flows.engine.cost import Total, costs
+from puna.flows.engine.plan import plan_flow
 from puna.flows.engine.trace import flow_named, load
 from puna.models import accounting
 from puna.models.config import ModelConfig
@@ -219,12 +219,3 @@ def test_the_plan_of_answers_is_the_roofline_of_the_model_and_the_prompts(tmp_pa
     for more, problem in ((["--gpu", "H100"], "proved only on CPUs"), ([], "num_key_value_heads is 1, which it must divide")):
         with pytest.raises(PunaError, match=problem):
             CliRunner().invoke(app, [*words, *more, "--set", "serving.layout={tensor: 2}"], catch_exceptions=False)
-
-
-def test_a_plan_counts_the_whole_weights_that_tasks_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: list[bool] = []
-    monkeypatch.setattr("puna.models.training.parallel.estimate.best_layouts", lambda config, work, *more: whole.append(work.whole) or [])
-    for begins in ({}, {"tasks": "one.yaml"}):
-        step = PlannedStep("pretrain", "pretrain", "runs", "never ran", begins=begins)
-        pretraining(load("llama3-1b", [], "pretrain"), [step], "nowhere", "H100", 8)
-    assert not whole[0] and all(whole[len(whole) // 2 :])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import hashlib
@@ -14,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel import boxes, vocabulary
-from puna.models.training.parallel.base import Parallel, Piece, whole, write_weights
+from puna.models.training.parallel.base import Parallel, Piece, whole
 from puna.models.training.parallel.cut_model import without_values
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
@@ -64,12 +63,7 @@ OBJECTIVES = ("pretrain", "sft", "dpo", "reward", "distill", "ppo", "value", "gr
 
 
 def network(variant: str, objective: str = "pretrain", seed: int = 0, **shape: int) -> Transformer:
-    return copy.deepcopy(drawn_once(variant, "scalar" if objective in WITH_SCALARS else "lm", seed, **shape))
-
-
-@functools.cache
-def drawn_once(variant: str, head: Any, seed: int, **shape: int) -> Transformer:
-    model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), head, seed)
+    model = Transformer(ModelConfig(**PLAIN | MODELS[variant] | shape), "scalar" if objective in WITH_SCALARS else "lm", seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # gains are moved from one and biases from zero, which would hide errors
         for _, parameter in sorted(model.named_parameters()):
@@ -132,9 +126,8 @@ def steps(objective: str, variant: str, layout: Layout, mesh: Mesh, layers: int,
         rows = []
         with mock.patch.object(held, "add_gradients", add_gradients):
             for step, count in ((1, micro), (2, 1)):
-                if step == 2:
-                    with whole(model):  # as before answers are sampled
-                        pass
+                with whole(model):  # as before answers are sampled
+                    pass
                 rows.append(trainer.step(step, micro_batches(objective, step, count), seed=1))
     with whole(model):
         return {
@@ -150,8 +143,7 @@ def one_process(objective: str, variant: str, size: tuple[int, int], compute: tu
 
 
 def of_one(objective: str, variant: str, size: Any, precision: str = "fp32", **compute: Any) -> list[dict[str, Any]]:
-    """Return one process's result; in bf16, also its result in fp32. A layer that is computed twice has the same bits."""
-    compute.pop("activation_checkpointing", None)
+    """Return one process's result; in bf16, also its result in fp32."""
     every = [compute] if precision == "fp32" else [compute | {"precision": precision}, compute]
     return [one_process(objective, variant, size, tuple(sorted(some.items()))) for some in every]
 
@@ -190,28 +182,14 @@ def compare(
     members: Sequence[int], layout: dict[str, int], objective: str, variant: str = "plain", size: Sequence[int] = (), **compute: Any
 ) -> dict[str, float]:
     """Return the differences of gradients, log numbers and weights under a layout from those of one process. In bf16, also return how much
-    larger than one process's their rounding errors are (`excess`); and how many other results the ranks have than the first (`unequal`).
-    `size`: layers, micro-batches."""
+    larger than one process's their rounding errors are (`excess`). `size`: layers, micro-batches."""
     chosen = Layout(**layout)
     size = tuple(size or size_for(layout))  # type: ignore[assignment]
     mesh = Mesh(chosen, members)
     own = steps(objective, variant, chosen, mesh, *size, **compute)
-    unequal = len(set(mesh.gather_texts(digest_of(own)))) - 1
-    result = differences(own, of_one(objective, variant, size, **compute)) if is_first(members) else {}
-    return json.loads(mesh.gather_texts(json.dumps(result))[0]) | {"unequal": unequal}  # type: ignore[no-any-return]
-
-
-def digest_of(result: dict[str, Any]) -> str:
-    """Return a digest of a training's gradients, log rows and weights."""
-    digest = hashlib.sha256(repr(result["rows"]).encode())
-    for name, tensor in sorted([*result["gradients"].items(), *result["weights"].items()], key=lambda item: item[0]):
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def differences(own: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the differences of a training from that of one process; `every`: its result, and in bf16 its result in fp32, too."""
-    one, exact = every[0], every[-1]
+    found = [of_one(objective, variant, size, **compute) if is_first(members) else None]
+    dist.broadcast_object_list(found, members[0], mesh.everyone)
+    one, exact = found[0][0], found[0][-1]
     assert all(a.keys() == b.keys() for a, b in zip(own["rows"], one["rows"], strict=True))
     # In bf16, a metric that counts, such as an accuracy, may change by one.
     compared = [key for key in one["rows"][0] if exact is one or key in ("loss", "gradient_norm")]
@@ -377,30 +355,6 @@ def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
         except OSError as error:
             Mesh(Layout(shard=2), members).wait()
             return {"error": str(error), "states": [path.name for path in Path(folder).glob("step-*")]}
-    return {}
-
-
-def unsaved(members: Sequence[int], layout: dict[str, int], folder: str, after: int) -> dict[str, Any]:
-    """Return the error of each rank if rank 0's disk is full after so many weights; and the files that are left."""
-    chosen, written = Layout(**layout), itertools.count()
-    mesh, model = Mesh(chosen, members), network("deep")
-    parallel(model, chosen, mesh).release()
-
-    def write(weights: Iterable[tuple[str, Tensor]]) -> None:
-        save(model, folder, weights=((name, weight) for name, weight in weights if allowed()))
-
-    def allowed() -> bool:
-        if next(written) == after:
-            raise OSError("no space left")
-        return True
-
-    assert model.held is not None
-    with mock.patch.object(Path, "mkdir", side_effect=OSError("no space left")) if after < 0 else contextlib.nullcontext():
-        try:
-            write_weights(model.held, write)
-        except OSError as error:
-            mesh.wait()  # the exchanges go on
-            return {"error": str(error), "files": sorted(path.name for path in Path(folder).iterdir())}
     return {}
 
 
@@ -806,5 +760,5 @@ JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "printed": printed, "grown": grown, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
     "rolled": rolled, "silent": silent, "busy": busy, "failing": failing, "precision": precision, "listed": listed,
-    "looped": looped, "remembered": remembered, "unwritten": unwritten, "unsaved": unsaved, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
+    "looped": looped, "remembered": remembered, "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

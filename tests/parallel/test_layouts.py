@@ -19,14 +19,13 @@ EQUAL = 1e-5
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_two_steps_are_those_of_one_process(ranks: Run, row: Row):
     more = row.more | ({"size": row.size} if row.size else {})
-    result, *_ = ranks("compare", Layout(**row.layout).processes, layout=row.layout, objective=row.objective, variant=row.variant, **more)
-    assert result["unequal"] == 0
-    if row.more.get("precision") == "bf16":
-        assert is_bf16(row, result), result
-        return
-    # Clipping sums squares stage by stage, which rounds differently.
-    assert result["gradients"] <= (0 if row.has_same_bits else EQUAL) and result["rows"] <= EQUAL, result
-    assert result["weights"] <= 5 * EQUAL, result
+    for result in ranks("compare", Layout(**row.layout).processes, layout=row.layout, objective=row.objective, variant=row.variant, **more):
+        if row.more.get("precision") == "bf16":
+            assert is_bf16(row, result), result
+            continue
+        # Clipping sums squares stage by stage, which rounds differently.
+        assert result["gradients"] <= (0 if row.has_same_bits else EQUAL) and result["rows"] <= EQUAL, result
+        assert result["weights"] <= 5 * EQUAL, result
 
 
 def is_bf16(row: Row, result: dict[str, float]) -> bool:
