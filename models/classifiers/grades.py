@@ -61,13 +61,13 @@ class Model(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def load(name: str = "") -> Model:
-    """Return the English model, or the model without words (`name`: "form_"), whose weights lie beside this module."""
+def load(form: bool = False) -> Model:
+    """Return the English model, or with `form` the model without words, whose weights lie beside this module."""
     from safetensors.numpy import load_file
 
-    results = load_file(WEIGHTS)
-    bias, slope, middle = results[f"{name}scale"].tolist()
-    return Model(results[f"{name}weights"].astype(np.float32), bias, slope, middle, form=bool(name))
+    results, prefix = load_file(WEIGHTS), "form_" if form else ""
+    bias, slope, middle = results[f"{prefix}scale"].tolist()
+    return Model(results[f"{prefix}weights"].astype(np.float32), bias, slope, middle, form)
 
 
 def form_of(texts: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -72,8 +71,10 @@ def train_encoder_quality(
     ((heads, counts),) = run.map(_fit_heads, list(examples.parts), config, labels.id if labels is not None else "", str(run.scratch))
     mean, scale, weights, bias = (np.stack([getattr(head, name) for head in heads]) for name in Head._fields)
     np.savez(run.folder / HEADS, mean=mean, scale=scale, weights=weights, bias=bias)
-    about = About(PURPOSE, (GOOD, OTHER), config.folds, config.seed, exempt_sources=config.exempt_sources, max_tokens=config.max_tokens)
-    replace(about, encoder=place.digest).write(run.folder)
+    About(
+        PURPOSE, (GOOD, OTHER), config.folds, config.seed, exempt_sources=config.exempt_sources, max_tokens=config.max_tokens,
+        encoder=place.digest,
+    ).write(run.folder)  # fmt: skip
     run.metric("labelled", int(counts.sum()))
     report_quality(run, counts)
 

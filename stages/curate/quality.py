@@ -112,9 +112,9 @@ def _score(part: Part, classifier: Artifact, positive: str) -> pa.Table:
 def _grade(part: Part, language: Artifact) -> pa.Table:
     table = part.read()
     names, values = signals_of(language, table["id"], ["language"])["language"], np.full(table.num_rows, np.nan)
-    for model, judged in (("", [grades.LANGUAGE]), ("form_", grades.FORM_LANGUAGES)):
+    for form, judged in ((False, [grades.LANGUAGE]), (True, grades.FORM_LANGUAGES)):
         rows = pc.is_in(names, pa.array(judged))
-        values[np.asarray(rows)] = grades.good_chances(table["text"].filter(rows), grades.load(model))
+        values[np.asarray(rows)] = grades.good_chances(table["text"].filter(rows), grades.load(form))
     return scores_of(table["id"], np.arange(table.num_rows), values)
 
 

@@ -165,11 +165,11 @@ def test_texts_without_words_by_hand() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_sound_text_is_told_from_menus_by_form_in_other_languages(name: str) -> None:
-    good, menu = grades.good_chances(pa.chunked_array([OTHERS[name]]), grades.load("form_"))
+    good, menu = grades.good_chances(pa.chunked_array([OTHERS[name]]), grades.load(form=True))
     assert good > 0.3 and menu < 0.1
     seen = training.rows_of(grades.form_of(pa.chunked_array([OTHERS[name]])).to_pylist())
-    assert grades.grades_of(pa.chunked_array([OTHERS[name]]), grades.load("form_")) == pytest.approx(
-        seen @ grades.load("form_").weights + grades.load("form_").bias, abs=1e-4
+    assert grades.grades_of(pa.chunked_array([OTHERS[name]]), grades.load(form=True)) == pytest.approx(
+        seen @ grades.load(form=True).weights + grades.load(form=True).bias, abs=1e-4
     )
 
 
@@ -183,7 +183,7 @@ def test_each_language_has_its_own_model_or_no_score_at_all(tmp_path: Path, make
     given = {"documents": documents, "language": store.import_table("signals", table)}
     made = execute(quality, QualityConfig(), given, store)
     found = {row["id"]: (row["quality"], row["quality_rank"]) for row in made.read().to_pylist()}
-    english, german = (grades.good_chances(pa.chunked_array([[texts[key][0]]]), grades.load(name))[0] for key, name in (("a", ""), ("b", "form_")))
+    english, german = (grades.good_chances(pa.chunked_array([[texts[key][0]]]), grades.load(form))[0] for key, form in (("a", False), ("b", True)))
     # No ranks in languages of fewer than ten documents: the worst of them would be dropped whatever it is.
     assert found["a"] == (pytest.approx(english), None) and found["b"] == (pytest.approx(german), None)
     assert found["d"] == found["e"] == (None, None)
