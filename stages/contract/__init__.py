@@ -34,7 +34,8 @@ from puna.stages.contract.signals import FAILURE, SIGNALS, Signal, declare_signa
 
 __all__ = [
     "FAILURE", "MACHINE_ERRORS", "REGISTRY", "SIGNALS", "Answers", "Classifier", "Documents", "Evaluation", "External", "ExternalFile",
-    "Facts", "Figure", "InputFacts", "Instructions", "Kind", "Listener", "Lists", "TextSample", "Mixture", "Model", "Outcome", "Pages",
-    "Preferences", "Prompts", "Reads", "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "Tokenizer", "Tokens",
-    "Value", "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "signals_of", "stage",
+    "Facts", "Figure", "InputFacts", "Instructions", "Kind", "Listener", "Lists", "Mixture", "Model", "Outcome", "Pages",
+    "Preferences", "Prompts", "Reads", "SeededConfig", "Signal", "Signals", "Stage", "StageConfig", "StageRun", "TextSample", "Tokenizer",
+    "Tokens", "Value", "declare_signal", "did_you_mean", "execute", "identify", "parse", "perform", "reusable", "signal", "signals_of",
+    "stage",
 ]  # fmt: skip

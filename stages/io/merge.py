@@ -20,8 +20,8 @@ def merge(model: Model, adapter: External, config: StageConfig, run: StageRun) -
     """Merge the adapters of a folder in PEFT's format into the model's weights, which keep their dtype.
 
     The folder, local or `hf://OWNER/NAME`, contains adapter_config.json and adapter_model.safetensors, as written by PEFT, TRL and stages
-    with `lora.keep`. The adapter types in `models.bounds.ADAPTERS` (LoRA, also with DoRA, LoHa, IA3, …) are accepted. Raise PunaError for
-    other types, for unsafe settings, and for an unexpected or missing tensor. The model's tokenizer is kept."""
+    with `lora.keep`. The adapter types in `models.untrusted.bounds.ADAPTERS` (LoRA, also with DoRA, LoHa, IA3, …) are accepted. Raise
+    PunaError for other types, for unsafe settings, and for an unexpected or missing tensor. The model's tokenizer is kept."""
     from puna.models.formats.checkpoint import CheckpointError, load_with_tokenizer, save
 
     folder = _folder(adapter, run)
