@@ -111,7 +111,7 @@ def encoder_quality(
     place = place_of(PURPOSE, "encoder", model, encoder)
     if load_classifier(classifier, PURPOSE).about.encoder != place.digest:
         raise PunaError(f"{PURPOSE}: {classifier.id} was trained on another encoder; give that encoder, or train a classifier on this one")
-    write_scores(run, documents, language, 1, _score, classifier, place)
+    write_scores(run, documents, language, _score, classifier, place)
 
 
 def _examples(part: Part, labels: Artifact | None, place: Place, config: TrainEncoderQualityConfig) -> pa.Table:

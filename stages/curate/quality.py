@@ -22,7 +22,7 @@ from puna.storage.exchange import Partition
 declare_signal("quality", float, "probability", "probability that the document is good, from a model not trained on it", optional=True)
 declare_signal("quality_rank", float, "fraction of documents", "share of scored documents with lower quality", optional=True)
 GOOD, OTHER = "good", "other"
-LEAST_RANKED = 10  # minimum scored documents of a language for ranks by Puna's own models; of fewer, the worst would always be dropped
+LEAST_RANKED = 10  # minimum scored documents of a language for ranks; of fewer, the worst would always be dropped
 
 
 class QualityConfig(StageConfig):
@@ -58,30 +58,30 @@ def quality(documents: Documents, classifier: Classifier | None, language: Signa
     if classifier is None:
         if language is None or _lacking(config, True):
             raise PunaError(f"quality: {_lacking(config, language is not None)[0]}")
-        write_scores(run, documents, language, LEAST_RANKED, _grade, language)
+        write_scores(run, documents, language, _grade, language)
     else:
         about = load_classifier(classifier, "quality")
         if config.positive not in about.classes:
             raise PunaError(f"quality.positive={config.positive!r}: {classifier.id} has the classes {', '.join(about.classes[:20])}")
-        write_scores(run, documents, language, 1, _score, classifier, config.positive)
+        write_scores(run, documents, language, _score, classifier, config.positive)
 
 
-def write_scores(run: StageRun, documents: Artifact, language: Artifact | None, least: int, score: Callable[..., Any], *args: Any) -> None:
+def write_scores(run: StageRun, documents: Artifact, language: Artifact | None, score: Callable[..., Any], *args: Any) -> None:
     """Write the signals `quality`, from `score(part, *args)` (see `scores_of`), and `quality_rank`, per language if `language` is given,
-    and the metrics `scored` and `unscored_LANGUAGE`. Ranks are null in groups of fewer than `least` scored documents."""
+    and the metrics `scored` and `unscored_LANGUAGE`. Ranks are null in groups of fewer than LEAST_RANKED documents."""
     parts, cut = run.parts(documents, columns=["id", "source", "text"]), max(1, documents.record().cut)
     if not parts:
         run.write_rows([])
         run.metric("scored", 0)
         return
     scores = run.exchange(score, parts, *args, by="all", partitions=1)
-    ranked = run.exchange(_rank, scores.parts, language, least, by="id", partitions=cut)
+    ranked = run.exchange(_rank, scores.parts, language, by="id", partitions=cut)
     run.produce_shards(_signals, ranked, cut)
     for name, count in ranked.infos[0].items():
         run.metric(name, count)
 
 
-def _rank(scores: Partition, language: Artifact | None, least: int) -> tuple[pa.Table, dict[str, int]]:
+def _rank(scores: Partition, language: Artifact | None) -> tuple[pa.Table, dict[str, int]]:
     results = scores.read()
     values = np.array(results["quality"].combine_chunks().to_numpy(zero_copy_only=False), np.float64)
     scored, unscored = ~np.isnan(values), {}
@@ -91,7 +91,7 @@ def _rank(scores: Partition, language: Artifact | None, least: int) -> tuple[pa.
         groups = np.array([name or "unknown" for name in names], dtype="U")
         unscored = {f"unscored_{name}": count for name, count in sorted(Counter(groups[~scored].tolist()).items())}
     ranks = np.full(len(values), np.nan)
-    ranks[scored] = ranks_within(values[scored], groups[scored], least)
+    ranks[scored] = ranks_within(values[scored], groups[scored], LEAST_RANKED)
     columns = {"quality": pa.array(values, from_pandas=True), "quality_rank": pa.array(ranks, from_pandas=True)}
     return pa.table({"id": results["id"], **columns}), {"scored": int(scored.sum()), **unscored}
 
