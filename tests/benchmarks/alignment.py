@@ -11,8 +11,9 @@ questions do. A control has at least as many checker calls, labels, sampled toke
 control's budget to the round's. `round_over_before`, `round_over_equal_checks`, `round_over_equal_cpu`: gain in right answers of the round
 over the policy that it starts from, over the strongest control, and over the strongest arm with as many CPU seconds.
 `taste_over_equal_checks`: gain in answers that are right and liked, over the strongest finetuning on checked answers, whether or not the
-same reward model ranks these. `round_over_rl`: gain over reinforcement learning alone. `second_round_gain`: gain of the second round over
-the first (right, and right and liked), and the gate's verdict on it.
+same reward model ranks these. `round_over_rl_METRIC`: gain over reinforcement learning alone, in right answers (`accuracy`) and in right and
+liked ones (`liked`). `second_round_gain_METRIC`: gain of the second round over the first; `gates_passed`: the gates that accepted it.
+`ARM_METRIC`: an arm's share of right, or right and liked, answers, by seed.
 
 Runs are resumed. CPU seconds were recorded when the stages ran: compare only arms that ran on one machine under the same load.
 """
@@ -105,16 +106,24 @@ def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:
         seed: Arms(2, {name: arms.scores_of(steps[step]) for name, step in names.items()}, {})
         for seed, steps in made.items() if names["round"] in steps
     }  # fmt: skip
-    return {
-        "lookup_right_max": max(sum(rows[name].values()) / len(rows[name]) for rows in without.values() for name in (NUMBERS, WORDS, EDITS)),
-        "budget_ratio_min": min(ratios, default=None),
+    gains = {
         "round_over_before": gain(first, "accuracy", lambda _: "before"),
         "round_over_equal_cpu": gain(first, "accuracy", strongest("accuracy", others, as_many_seconds)),
         "round_over_equal_checks": gain(first, "accuracy", strongest("accuracy", CONTROLS, equal)),
         "taste_over_equal_checks": gain(first, "liked", strongest("liked", FINETUNED, equal)),
-        "round_over_rl": {metric: gain(first, metric, strongest(metric, ["rl"], equal)) for metric in arms.METRICS},
-        "second_round_gain": {metric: gain(second, metric, lambda _: "first") for metric in arms.METRICS} if second else None,
-        "second_round_gates": {seed: str(steps["gate_2"].manifest.metrics["verdict"]) for seed, steps in made.items() if "gate_2" in steps},
+        **{f"round_over_rl_{metric}": gain(first, metric, strongest(metric, ["rl"], equal)) for metric in arms.METRICS},
+        **{f"second_round_gain_{metric}": gain(second, metric, lambda _: "first") for metric in arms.METRICS},
+    }
+    gates = {seed: str(steps["gate_2"].manifest.metrics["verdict"]) for seed, steps in made.items() if "gate_2" in steps}
+    return {
+        "lookup_right_max": max(sum(rows[name].values()) / len(rows[name]) for rows in without.values() for name in (NUMBERS, WORDS, EDITS)),
+        "budget_ratio_min": min(ratios, default=None),
+        **{name: one and {field: value for field, value in one.items() if field != "seeds"} for name, one in gains.items()},
+        "by_seed": {name: one["seeds"] for name, one in gains.items() if one},
+        **{f"{name}_{metric}": [one.share(name, metric).value for one in first.values() if name in one.scores] for name in arms.NAMES for metric in arms.METRICS},
+        "second_round_gates": gates,
+        "gates": len(gates),
+        "gates_passed": list(gates.values()).count("passed"),
         "seeds_reported": list(made),
         "without_model": {seed: {name: sum(row.values()) / len(row) for name, row in rows.items()} for seed, rows in without.items()},
         "arms": {seed: [table(one) for one in found] for seed, found in rounds.items()},

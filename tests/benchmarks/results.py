@@ -8,7 +8,8 @@ A figure in results.json holds the names and numbers that its benchmark printed 
 runs, and the text shows their range. A figure with a `source` reads a JSON file of the repository. A figure without `measured` was entered
 by hand. Without `--take`, the script only regenerates the tables.
 
-In pages of docs/, the script also updates each number between `<!--NAME:FORMAT-->` and `<!---->` to that of the figure NAME.
+In README and pages of docs/, the script also updates each number between `<!--NAME:FORMAT-->` and `<!---->` to that of the figure NAME;
+`NAME[KEY]` is one of several numbers under a name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 FIGURES, PAGE = Path(__file__).with_name("results.json"), Path(__file__).with_name("RESULTS.md")
 HEAD = ("figure", "Puna", "peer, same run", "goal", "command", "machine", "date")
 BEGIN, END = "<!-- table: {} -->", "<!-- end -->"
-MARK = re.compile(r"(<!--(\w+:[^>]*?)-->).*?<!---->")
+MARK = re.compile(r"(<!--(\w+(?:\[\w+\])?:[^>]*?)-->).*?<!---->")
 Figure = dict[str, Any]
 
 
@@ -81,8 +82,8 @@ def inline(text: str, areas: dict[str, list[Figure]]) -> str:
 
 
 def pages(areas: dict[str, list[Figure]]) -> dict[Path, str]:
-    """Return the up-to-date text of RESULTS.md and of every page of docs/."""
-    docs = sorted((ROOT / "docs").rglob("*.md"))
+    """Return the up-to-date text of RESULTS.md, README and every page of docs/."""
+    docs = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {PAGE: render(PAGE.read_text(encoding="utf-8"), areas)} | {one: inline(one.read_text(encoding="utf-8"), areas) for one in docs}
 
 
