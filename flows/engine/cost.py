@@ -140,25 +140,28 @@ def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: s
     begins = next(step.begins for step in steps if step.stage == "pretrain")
     if begins.get("size") == "":
         return {"recipe": recipe.name, "model": "chosen by choose_size during the run; plan again once its artifact exists"}
-    store = Store.existing(place) if any(begins.values()) else None
+    store = Store.existing(place) if begins.get("model") or begins.get("size") else None
     model, size = (store.resolve(begins[name]) if store and begins.get(name) else None for name in ("model", "size"))
-    return costs(recipe, gpu, gpus, read_config(model.path()) if model else None, ChosenSize.read(size) if size else None)
+    given, chosen = read_config(model.path()) if model else None, ChosenSize.read(size) if size else None
+    return costs(recipe, gpu, gpus, given, chosen, bool(begins.get("tasks")))
 
 
-def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None) -> dict[str, Any]:
-    """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size. Without `gpu`, plan for this
-    CPU or, if it would take years, for as many `LARGE` GPUs as hold the state and end in `LONGEST`. Raise PunaError for `gpus` alone."""
+def costs(
+    recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None, asks: bool = False
+) -> dict[str, Any]:
+    """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size; `asks`: has `tasks`. Without
+    `gpu`, plan for this CPU or, if it would take years, for as many `LARGE` GPUs as hold the state and end in `LONGEST`."""
     from puna.models import accounting
 
     if gpus > 1 and gpu is None:
         raise PunaError("--gpus needs --gpu NAME: this machine's CPU is one device")
     if gpu is None:
-        large = costs(recipe, LARGE, 1, given, size)
+        large = costs(recipe, LARGE, 1, given, size, asks)
         if large["flops"] > CPU_FLOPS:
             planned, needed = large, 1
             while needed < MOST_GPUS and (planned["seconds"] is None or planned["seconds"] > LONGEST):
                 needed *= 2
-                planned = costs(recipe, LARGE, needed, given, size)
+                planned = costs(recipe, LARGE, needed, given, size, asks)
             why = f"no --gpu given; this CPU would take years for {large['flops']:.1e} operations"
             return {**planned, "device": f"{planned['device']} ({why})"}
     training, packing = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenize", tokenize, TokenizeConfig)
@@ -177,7 +180,7 @@ def costs(recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None 
     phases, read = [], 0
     for phase in training.phases:
         row = _context(recipe, phase, context) * phase.join_rows
-        phases.append(_phase(training, phase, read, row, shape(row), machine, gpu, gpus))
+        phases.append(_phase(training, phase, read, row, shape(row), machine, gpu, gpus, asks))
         read += phases[-1]["tokens"]
     return {
         "recipe": recipe.name,
@@ -213,9 +216,11 @@ def _context(recipe: Recipe, phase: Phase, context: int) -> int:
 
 
 def _phase(
-    training: PretrainConfig, phase: Phase, before: int, row: int, config: ModelConfig, machine: Machine, gpu: str | None, gpus: int
+    training: PretrainConfig, phase: Phase, before: int, row: int, config: ModelConfig, machine: Machine, gpu: str | None, gpus: int,
+    asks: bool,
 ) -> dict[str, Any]:
-    """Return the costs of one training phase. `before`: number of tokens trained before it; `row`: tokens per packed row."""
+    """Return the costs of one training phase. `before`: number of tokens trained before it; `row`: tokens per packed row.
+    `asks`: has `tasks`."""
     from puna.models import accounting
     from puna.models.accounting import data_sheet
     from puna.models.training.parallel.estimate import Work, best_layouts
@@ -235,7 +240,7 @@ def _phase(
     seconds: float | None = time.total / gpus
     layouts = {}
     if gpu:
-        work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=phase.accept is not None)
+        work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=asks or phase.accept is not None)
         ranked = best_layouts(config, work, gpus, data_sheet(gpu))
         layouts = {"layouts": _describe_layouts(ranked, gpu, gpus)}
         seconds = ranked[0].seconds if ranked and ranked[0].fits else None

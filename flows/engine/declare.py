@@ -82,14 +82,19 @@ class Flow:
         return self.inputs[0].kind == "external" if self.inputs else False
 
     def by_kind(
-        self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None
-    ) -> dict[str, Given]:
+        self, items: Sequence[Item], named: Mapping[str, Sequence[Artifact]] | None = None, sources: Mapping[str, str] | None = None,
+        missing: Mapping[str, Given] | None = None,
+    ) -> dict[str, Given]:  # fmt: skip
         """Return each input's value: for an input in `named`, the artifacts given there; for every other, the items of its kind, in order.
-        `sources`: artifact key → new source name of its rows. Raise PunaError if a required input is missing or an item fits no input."""
+        `sources`: artifact key → new source name of its rows. `missing`: values of required inputs that are not given. Raise PunaError if
+        a required input has no value or an item fits no input."""
         inputs: dict[str, Given] = {}
         fitting = assign(f"flow {self.name}", self.inputs, items, named or {})
         for spec in self.inputs:
             outputs = [given_as(item, sources or {}) for item in fitting[spec.name]]
+            if not outputs and not spec.optional and missing:
+                inputs[spec.name] = missing[spec.name]
+                continue
             if not outputs and not spec.optional:
                 raise PunaError(f"flow {self.name} needs the input {spec.name!r} ({input_kind(spec)}): --input {example(spec)}")
             inputs[spec.name] = outputs if spec.many else (outputs[0] if outputs else None)

@@ -18,7 +18,7 @@ from puna.stages.contract import External, Stage, StageConfig, Value, identify, 
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.explain import against, flat
 
-BEGINS = ("model", "size")  # inputs of a training stage that determine its cost
+BEGINS = ("model", "size", "tasks")  # inputs of a training stage that determine its cost
 STATES = {"reused": "reused", "runs": "run", "after": "wait for these"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}  # exponents: a cost grows as this power of the input's size
 LARGEST, FARTHEST = 1e30, 10
@@ -99,8 +99,8 @@ def together(sizes: Sequence[Size]) -> Size:
 @dataclass(frozen=True)
 class PlannedStep:
     """A step of a plan. `state`: reused (`why` is its artifact), runs (`why` lists changes), or after (`why` names steps to wait for).
-    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: for training, the artifact ids of
-    the inputs in `BEGINS`, by name; an id is empty if an earlier step has yet to make the artifact."""
+    `expected`: the cost estimate; None if the step is reused or no earlier run is comparable. `begins`: for training, name → artifact id
+    (of files: their URIs) of each input in `BEGINS`; an id is empty if an earlier step has yet to make the artifact."""
 
     label: str
     stage: str
@@ -157,7 +157,8 @@ class Planner(Walk):
 
 
 def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[PlannedStep]:
-    """Return a flow's planned steps. Without input texts, use the default inputs of a run, or placeholders if these do not exist yet."""
+    """Return a flow's planned steps. Without input texts, use the default inputs of a run. Placeholders stand for inputs that do not exist
+    yet, and for required inputs that are not given."""
     load_stages()
     with tempfile.TemporaryDirectory() as empty:
         try:
@@ -167,7 +168,8 @@ def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[
         planner = Planner(recipe, store, Experience(store))
         inputs = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
         items = given_items(flow, inputs, store, lambda: existing_sample(store), quiet=True)
-        planner.walk(flow, flow.by_kind(items, inputs.named, inputs.sources) if items or inputs else flow.placeholders())
+        missing = flow.placeholders()
+        planner.walk(flow, flow.by_kind(items, inputs.named, inputs.sources, missing) if items or inputs else missing)
     return planner.steps
 
 

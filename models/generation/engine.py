@@ -16,6 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
@@ -193,13 +194,17 @@ class Engine:
         return request
 
     def _request(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Request:
-        """Return the request for a prompt. Raise ValueError for an unusable prompt or stop, an unknown token, or beyond the context."""
+        """Return the request for a prompt; its answer is cut off where the model's context ends. Raise ValueError for an unusable prompt
+        or stop, an unknown token, or a prompt longer than the context."""
         request, V = request_of(self.tokenizer, prompt, params, index), self.model.config.vocab_size
         if not (min(request.prompt) >= 0 and max(request.prompt) < V):
             raise ValueError(f"prompt {index} names a token that the model does not have: token ids lie in 0 to {V - 1}")
         if not self.room(len(request.prompt) - 1, 1):
             context = f"the model's context {self.model.config.max_position_embeddings}"
             raise ValueError(f"prompt {index} has {len(request.prompt)} tokens, but {context}: shorten it, or set a window")
+        room = max(1, self.room(len(request.prompt), params.max_tokens))
+        if room < params.max_tokens:
+            request.params = replace(params, max_tokens=room)
         return request
 
     def take_failures(self) -> list[tuple[Request, RowError]]:

@@ -53,7 +53,6 @@ def train(
     ValueError if the state's settings, seed or initial weights differ, TrainingDiverged after `max_skipped` skipped steps in a row.
     """
     identity = {"config": config.identity(), "seed": seed, "rate_scales": dict(rate_scales or {})}
-    was_training = model.training
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:
         current = config.replace(compute=as_begun(config.compute, checkpoint_dir))
@@ -70,7 +69,6 @@ def train(
 
         saved = write if checkpoint_dir is not None else None
         saver = stack.enter_context(Saver(config.compute.save_seconds, saved, trainer.parallel.mesh.agree))
-        model.train()
         for step in range(first, config.steps + 1):
             limits = spike_limits(log, config.optimizer.spike_window, config.optimizer.spike_limit)
             with whole(model, trainer.parallel.dtype) if sampled else nullcontext():
@@ -84,7 +82,6 @@ def train(
             saver.save_if_due(step == config.steps or bool(checkpoint_every and step % checkpoint_every == 0))
             saver.end_if_asked()
         trainer.assign(average)
-    model.train(was_training)
     return log
 
 

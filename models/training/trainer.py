@@ -100,7 +100,8 @@ class Trainer:
     """A model with its objective and optimisers, trained step by step. The constructor raises ValueError if no weight is to be trained.
 
     `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser updates while
-    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights.
+    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights. A step puts the
+    model into training mode and then restores its mode, so dropout in a model in evaluation mode acts only on steps.
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class Trainer:
         start = time.perf_counter()
         rate = self.config.rate(step)
         micro = list(batch) if isinstance(batch, list | tuple) else [batch]
-        loss, metrics = self._accumulate(micro, int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "little") >> 1)
+        with _training(self.model):
+            loss, metrics = self._accumulate(micro, int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:8], "little") >> 1)
         self.parallel.add_gradients(self.weights)
         norm = self.parallel.norm(self.weights).to(self.device)
         # One transfer for everything that is logged.
@@ -345,6 +347,17 @@ def _piece(name: str, tensor: Tensor, piece: Piece) -> Tensor:
     part = tensor[piece.slices()]
     lacking = piece.box[0][1] - piece.box[0][0] - len(part) if grows else 0
     return nn.functional.pad(part, (*[0] * (2 * part.dim() - 1), lacking)) if lacking else part
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Put the model into training mode within the context."""
+    was_training = model.training
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @contextmanager

@@ -77,6 +77,7 @@ def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
         torch.manual_seed(seed)
         # The weights of a layout come in their file's format; PEFT would round adapters to it.
         inject_adapter_in_model(settings, model.float())
+    model.eval()  # otherwise dropout would change answers and measurements between training steps
     if model.head == "scalar":
         model.score.requires_grad_(True)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -310,12 +310,12 @@ def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
     divided among ranks, all must call this together."""
     from puna.models.formats.checkpoint import save
     from puna.models.formats.quantised import Nf4Linear, merge
-    from puna.models.training.parallel.base import whole_weights
+    from puna.models.training.parallel.base import write_weights
 
+    if model.held is not None:
+        return write_weights(model.held, functools.partial(save, model, folder, tokenizer))
     if ranks.follows():
-        for _ in whole_weights(model) if model.held else ():
-            pass
         return
     if any(isinstance(module, Nf4Linear) for module in model.modules()):
         merge(model.to("cpu"))
-    save(model, folder, tokenizer, whole_weights(model))
+    save(model, folder, tokenizer)

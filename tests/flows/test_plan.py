@@ -219,3 +219,15 @@ def test_the_plan_of_answers_is_the_roofline_of_the_model_and_the_prompts(tmp_pa
     for more, problem in ((["--gpu", "H100"], "proved only on CPUs"), ([], "num_key_value_heads is 1, which it must divide")):
         with pytest.raises(PunaError, match=problem):
             CliRunner().invoke(app, [*words, *more, "--set", "serving.layout={tensor: 2}"], catch_exceptions=False)
+
+
+def test_a_plan_with_tasks_counts_whole_weights_and_needs_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "one.yaml").write_text("task: one\n")
+    whole: list[bool] = []
+    monkeypatch.setattr("puna.models.training.parallel.estimate.best_layouts", lambda config, work, *more: whole.append(work.whole) or [])
+    words = ["plan", "pretrain", "--recipe", "llama3-1b", "--gpu", "H100", "--gpus", "8", "--store", str(tmp_path / "store"), "--json"]
+    plans = [json.loads(CliRunner().invoke(app, [*words, *more]).output) for more in ([], ["--input", f"tasks={tmp_path / 'tasks'}"])]
+    assert not whole[0] and all(whole[len(whole) // 2 :])
+    split, *_ = plans[1]["steps"]
+    assert (split["label"], split["state"], split["why"]) == ("split", "after", "input documents")

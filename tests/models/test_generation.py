@@ -531,6 +531,15 @@ def test_the_tokenizer_names_the_default_stop_and_finds_texts():
         Engine(small).generate([[1]], SamplingParams(stop=("x",)))
 
 
+def test_an_answer_is_cut_off_where_the_context_ends():
+    most = 32
+    model = Transformer(CONFIG.model_copy(update={"max_position_embeddings": most}), seed=0)
+    prompts = [[1 + n % 50 for n in range(length)] for length in (most - 3, most, 5)]
+    params = SamplingParams(max_tokens=10, temperature=1.0, stop=(), seed=1)
+    answers = [row[0] for row in Engine(model).generate(prompts, params)]
+    assert [(len(one.tokens), one.finished) for one in answers] == [(3, False), (1, False), (10, False)]
+
+
 def test_no_prompts_no_answers(model):
     assert Engine(model).generate([], SamplingParams(stop=NEVER)) == []
 

@@ -264,6 +264,30 @@ class Dropping(o.LanguageModeling):
         return loss * torch.rand(()), metrics
 
 
+class Noting(o.LanguageModeling):
+    """An objective that notes whether the model is in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[bool] = []
+
+    def loss(self, made, batch, totals):
+        self.modes += [part.training for part in made.modules()]
+        return super().loss(made, batch, totals)
+
+
+def test_a_model_is_in_training_mode_only_during_steps():
+    made, objective, modes = model().eval(), Noting(), list[bool]()
+
+    def note(step: int) -> list[o.Targets]:
+        modes.extend(part.training for part in made.modules())
+        return batches(step)
+
+    train(made, objective, note, TrainConfig(steps=2, **nested(learning_rate=0.01)), 0, sampled=True)
+    note(3)
+    assert all(objective.modes) and not any(modes)
+
+
 class Stop(Exception):
     pass
 

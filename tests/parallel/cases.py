@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from puna.models.training import objectives as o
 from puna.models.training.loop import fingerprint, train, weights_digest
 from puna.models.training.objectives.base import Targets
 from puna.models.training.parallel import boxes, vocabulary
-from puna.models.training.parallel.base import Parallel, Piece, whole
+from puna.models.training.parallel.base import Parallel, Piece, whole, write_weights
 from puna.models.training.parallel.cut_model import without_values
 from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
@@ -355,6 +355,30 @@ def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
         except OSError as error:
             Mesh(Layout(shard=2), members).wait()
             return {"error": str(error), "states": [path.name for path in Path(folder).glob("step-*")]}
+    return {}
+
+
+def unsaved(members: Sequence[int], layout: dict[str, int], folder: str, after: int) -> dict[str, Any]:
+    """Return the error of each rank if rank 0's disk is full after so many weights; and the files that are left."""
+    chosen, written = Layout(**layout), itertools.count()
+    mesh, model = Mesh(chosen, members), network("deep")
+    parallel(model, chosen, mesh).release()
+
+    def write(weights: Iterable[tuple[str, Tensor]]) -> None:
+        save(model, folder, weights=((name, weight) for name, weight in weights if allowed()))
+
+    def allowed() -> bool:
+        if next(written) == after:
+            raise OSError("no space left")
+        return True
+
+    assert model.held is not None
+    with mock.patch.object(Path, "mkdir", side_effect=OSError("no space left")) if after < 0 else contextlib.nullcontext():
+        try:
+            write_weights(model.held, write)
+        except OSError as error:
+            mesh.wait()  # the exchanges go on
+            return {"error": str(error), "files": sorted(path.name for path in Path(folder).iterdir())}
     return {}
 
 
@@ -760,5 +784,5 @@ JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "printed": printed, "grown": grown, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
     "rolled": rolled, "silent": silent, "busy": busy, "failing": failing, "precision": precision, "listed": listed,
-    "looped": looped, "remembered": remembered, "unwritten": unwritten, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
+    "looped": looped, "remembered": remembered, "unwritten": unwritten, "unsaved": unsaved, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

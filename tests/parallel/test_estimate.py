@@ -108,14 +108,14 @@ def test_a_layer_that_is_computed_twice_takes_a_third_more() -> None:
 
 
 def test_the_state_is_cut_and_gathered_weights_are_counted_between_steps() -> None:
-    """A rank has an eighth of the weights in fp32 and bf16 and of two moments. Between steps it also has whole weights in fp32: a bucket and
+    """A rank has an eighth of the weights in fp32, not in bf16, of gradients and of two moments. Between steps it also has whole weights in fp32: a bucket and
     the largest weight or, where questions are asked, all."""
     tiny = Work(rows=64, length=64, micro_tokens=64)
     one, cut = (estimate(CONFIG, tiny, Layout(shard=size), SHEET) for size in (1, 8))
     element, layer = 2, (parameters(CONFIG).layers + parameters(CONFIG).norms) / 16
     gathered = element * (4 * layer + 2 * (parameters(CONFIG).embedding + parameters(CONFIG).head))
-    assert one.bytes - (cut.bytes - gathered) == pytest.approx(7 / 8 * state_bytes(CONFIG, "bf16"), rel=1e-6)
-    resting, count = (4 + 2 + 8) / 8, parameters(CONFIG).total
+    assert one.bytes - (cut.bytes - gathered) == pytest.approx(state_bytes(CONFIG, "bf16") - state_bytes(CONFIG) / 8, rel=1e-6)
+    resting, count = (4 + 8) / 8, parameters(CONFIG).total
     asking = estimate(CONFIG, replace(tiny, whole=True), Layout(shard=8), SHEET)
     assert asking.bytes == pytest.approx((resting + 4) * count)
     many = estimate(CONFIG, replace(tiny, precision="fp32"), Layout(tensor=64), SHEET)

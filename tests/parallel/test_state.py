@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from puna.models.training.loop import fingerprint
+from puna.models.training.parallel.base import whole as whole_model
 from puna.models.training.parallel.boxes import load
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.parallel import parallel
@@ -145,6 +147,23 @@ def test_a_rank_that_cannot_write_ends_the_training_on_all_and_leaves_the_state_
     here, there = ranks("unwritten", 2, folder=str(tmp_path))
     assert here["error"] == "another rank could not read or write its part of the training state" and there["error"] == "no space left"
     assert here["states"] == there["states"] == ["step-000000001"]
+
+
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("after", [-1, 0, 3])
+def test_a_disk_that_is_full_at_rank_0_ends_the_writing_of_weights_on_all(ranks: Run, tmp_path: Path, layout: dict[str, int], after: int):
+    here, there = ranks("unsaved", 2, layout=layout, folder=str(tmp_path), after=after)
+    assert here == {"error": "no space left", "files": []}
+    assert there == {"error": "rank 0 could not write the weights: no space left", "files": []}
+
+
+def test_whole_weights_are_released_after_an_error():
+    model = network("plain")
+    held = model.held = Mock()
+    with pytest.raises(ValueError, match="an answer failed"), whole_model(model):
+        held.release.assert_not_called()
+        raise ValueError("an answer failed")
+    held.release.assert_called_once_with()
 
 
 @pytest.mark.parametrize("file_is_there", [True, False])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -248,12 +249,13 @@ class Parallel:
 @contextmanager
 def whole(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Give a model in pieces its whole weights within the context, in `dtype` (None: fp32); all ranks must enter together."""
-    held = getattr(model, "held", None)
-    if held is not None:
+    if (held := getattr(model, "held", None)) is not None:
         held.publish(dtype)
-    yield
-    if held is not None:
-        held.release()
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.release()
 
 
 def assemble(model: Transformer) -> None:
@@ -263,6 +265,27 @@ def assemble(model: Transformer) -> None:
         model.held = None
 
 
-def whole_weights(model: Transformer) -> Iterable[tuple[str, Tensor]]:
-    """Return a model's weights by name. If the ranks hold them in pieces, all ranks must read them together, and none keeps them."""
-    return model.state_dict().items() if model.held is None else model.held.weights()
+def write_weights(held: Parallel, write: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
+    """Call `write` on rank 0 with each whole weight by name, which all collect. An error of `write` is raised on all ranks at once."""
+    mesh = held.mesh
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        every = held.weights()
+        while True:
+            agree(None)
+            if (weight := next(every, None)) is None:
+                return
+            yield weight
+
+    def agree(error: Exception | None) -> None:
+        if mesh.agree(error is not None):
+            words = mesh.gather_texts(f"rank 0 could not write the weights: {error}")
+            raise error or OSError(words[0])
+
+    try:
+        (write if mesh.index == 0 else deque[Any](maxlen=0).extend)(weights())
+    except Exception as error:
+        if mesh.index == 0:
+            agree(error)
+        raise
+    agree(None)

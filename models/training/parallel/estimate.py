@@ -141,7 +141,8 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
     layers = layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)
     body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
     held = (body + max(counts.embedding, counts.head) + (counts.head if stages == 1 else 0)) / layout.tensor
-    state = state_bytes(config, work.precision, work.moments) / counts.total
+    rounded = "fp32" if layout.shard > 1 else work.precision  # FSDP2 rounds what it gathers, and has no rounded shards
+    state = state_bytes(config, rounded, work.moments) / counts.total
     activations = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer
     kept = element * tokens * config.hidden_size if work.checkpointing else activations  # of a layer, of each micro-batch under way
     rows = kept * layers * min(micro, stages) + activations * work.checkpointing
@@ -150,7 +151,7 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
     if layout.axes <= {"data"}:
         return needed
-    resting = max(0, work.moments) + (4 if work.precision == "fp32" else 6)  # below 0: frozen weights have no gradients either
+    resting = max(0, work.moments) + (4 if rounded == "fp32" else 6)  # below 0: frozen weights have no gradients either
     largest = max(counts.embedding, config.hidden_size * config.intermediate_size, counts.experts / config.num_hidden_layers * 2 / 3)
     gathered = counts.total if work.whole else min(counts.total, BUCKET + largest)
     return max(needed, resting * held / layout.shard + 4 * gathered)

@@ -152,10 +152,12 @@ def test_a_killed_run_goes_on_in_the_precision_that_it_was_begun_in(tmp_path: Pa
     assert made.data_digest == whole.data_digest
 
 
-def test_ppo_trains_adapters(tmp_path: Path, tiny_model: Tiny) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_ppo_trains_adapters(tmp_path: Path, tiny_model: Tiny, dropout: float) -> None:
+    """Adapters start at zero, so dropout could change answers only from the second rollout on."""
     store = Store.open(tmp_path)
     model = tiny_model(store)
-    config = PpoConfig(reward="verifier", method="lora", lora={"rank": 2}, rollouts=1, prompts=4, answers=2, max_tokens=3)
+    config = PpoConfig(reward="verifier", method="lora", lora={"rank": 2, "dropout": dropout}, rollouts=2, prompts=4, answers=2, max_tokens=3)
     made = execute(ppo, config, {"policy": model, "prompts": asked(store)}, store)
     before, after = load(model.path()).state_dict(), load(made.path()).state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
