@@ -207,8 +207,8 @@ def _equal(
     """Return the arms that replace the round's training after DPO at an equal budget; none unless the recipe names `sft_equal`.
 
     They finetune the policy after DPO on its own right answers with the highest reward or, if the recipe names `grpo_equal`, train it by
-    RL. `more_controls` adds SFT on all distinct right answers, SFT on ranked answers in `ITERATIONS` iterations, `evaluate_best` (best of n
-    of the former) and, unless the round itself does both, SFT on half as many answers, then half as much RL.
+    RL. `more_controls` adds SFT on all distinct right answers, with a best-of-n evaluation of that model (`evaluate_best`); SFT on ranked
+    answers in `ITERATIONS` iterations; and, unless the round itself does both, SFT on half as many answers, then half as much RL.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []

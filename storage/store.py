@@ -83,7 +83,8 @@ class Store:
 
     @classmethod
     def open(cls, uri: str | Path, project: str | None = None) -> Store:
-        """Return the store at a path, `file://` or `s3://` URI, within a project; create missing folders. Raise PunaError if unusable."""
+        """Return the store at a path, `file://` or `s3://` URI, within a project; create missing folders. Raise PunaError if it cannot be
+        used."""
         return cls(files_of(uri), project)
 
     @classmethod

@@ -223,8 +223,8 @@ def predict(
 ) -> None:  # fmt: skip
     """Forecast the loss that a training budget reaches, with its 95 % interval, and the model shape and number of tokens that reach it.
 
-    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss measured later: that of a
-    run which trained the forecast's model, or used about the same FLOPs and number of tokens on the ladder's data.
+    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss measured later: in a run
+    that trained the forecast's model, or in a run on the ladder's data with about the same FLOPs and number of tokens.
     """
     opened = Store.existing(store, project)
     if outcomes:

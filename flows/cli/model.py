@@ -97,7 +97,8 @@ def chat(
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer early. Raise PunaError if there can be none."""
+    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer early. Raise PunaError if the context or the cache
+    is full, or if the chat template refuses the messages."""
     from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None

@@ -23,7 +23,7 @@ T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "
 
 @njit(cache=True, borrows=True)
 def attributes(page: Scan, element: int, tag: int, at: int) -> int:
-    """Read the attributes of a start tag, which begin at html[at], and write a formula in them; return the index after the tag."""
+    """Read the attributes of a start tag, which begin at html[at], and write any formula that they hold; return the index after the tag."""
     html, s = page.html, page.state
     size = len(html)
     s[L.MATHS] = tag == T_MATH

@@ -243,7 +243,8 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 
 
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
-    """Return id → quality (the larger of reward rank and judge's points, 0 to 1) x (1 + difficulty). Both are 1 for rows without them."""
+    """Return id → quality x (1 + difficulty). Quality, 0 to 1, is the larger of reward rank and judge's points. An unknown quality or
+    difficulty counts as 1."""
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
     for row in rows:

@@ -201,7 +201,7 @@ def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple
 
 
 def _find(documents: pa.Table, search: Search) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Return `keep` and `dropped`, the numbers of the prompts found, and prompt → (number of documents it matches best, first dropped
+    """Return `keep` and `dropped`; the indices of all prompts found; and prompt → (number of documents that match it best, first dropped
     row)."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()

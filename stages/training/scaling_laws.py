@@ -272,8 +272,8 @@ def fit_power(x: npt.ArrayLike, y: npt.ArrayLike) -> Power:
 
 
 def rows_and_rate(sizes: npt.ArrayLike, rows: npt.ArrayLike, rates: npt.ArrayLike, size: float) -> tuple[int, float]:
-    """Return the rule of the ladder and of the runs that it predicts: rows per step and learning rate of a model with `size` parameters,
-    by the power laws through those of models with `sizes` parameters."""
+    """Return rows per step and learning rate for a model with `size` parameters, by power laws through `rows` and `rates` at `sizes`. The
+    ladder and the runs that it predicts share this rule."""
     many, rate = (fit_power(sizes, values)(size) for values in (rows, rates))
     return max(1, round(many)), rate
 

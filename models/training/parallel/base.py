@@ -237,8 +237,8 @@ class Parallel:
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return this rank's pieces of `tensors`, which are overwritten, and saved `optional` ones, and the record; None if none is saved.
-        One process gets copies of all saved tensors."""
+        """Return this rank's pieces of `tensors` (overwritten in place), its pieces of the `optional` tensors that were saved, and the
+        record; None if no state is saved. A single process gets copies of all saved tensors."""
         if self.processes == 1:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))
