@@ -131,7 +131,7 @@ class _Edits:
 
 
 def _replace_tokens(known: _Text, text: _Text) -> str:
-    """Return the answer of `known`, with the tokens replaced that differ between its question and `text`."""
+    """Return the answer of `known`. A token of its question that is another one in `text` is replaced in the answer, too."""
     changes: dict[str, str] = {}
     for kind, a, b, c, d in SequenceMatcher(None, known.tokens, text.tokens, autojunk=False).get_opcodes():
         if kind == "replace":

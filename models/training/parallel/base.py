@@ -194,8 +194,8 @@ class Parallel:
         self._published = True
 
     def release(self) -> None:
-        """If this rank trains pieces of the whole model, free the whole weights: the pieces are now the model's weights (`held`). A result
-        that is computed from whole weights is then NaN. `publish` allocates and writes them again."""
+        """Free the whole weights if this rank trains pieces of them: the pieces are now the model's weights (`held`). A result that is
+        computed from whole weights is then NaN. `publish` allocates and writes them again."""
         if isinstance(self.whole, Transformer) and self.model is not self.whole:
             for parameter in self.whole.parameters():
                 parameter.data = torch.full((), math.nan, device=parameter.device).expand(parameter.shape)

@@ -183,7 +183,7 @@ class Mesh:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """After the work in the context, wait for all ranks; raise an error on all ranks if the work failed on one."""
+        """Wait for all ranks after the work in the context; raise an error on all ranks if the work failed on one."""
         error: Exception | None = None
         try:
             yield
