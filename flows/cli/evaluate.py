@@ -39,7 +39,7 @@ def evaluate(
         list[str], typer.Option(metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of these, or prompts")
     ],
     harness: Annotated[bool, typer.Option("--harness", help="Run lm-evaluation-harness; --tasks may name its built-in tasks")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task, this many")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions per task, from the beginning")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question (default: the task file's)")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template (default: plain text)")] = False,
     options: Annotated[

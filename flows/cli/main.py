@@ -189,7 +189,7 @@ def accept(
         return typer.echo(f"{before.id} is now reused for what the current code would make: {differences}")
     after = opened.resolve(new)
     if before.key == after.key:
-        raise PunaError(f"{old} and {new} are one artifact, {before.id}: there is nothing to declare")
+        raise PunaError(f"{old} and {new} are the same artifact, {before.id}: there is nothing to declare")
     if before.manifest.stage != after.manifest.stage or before.kind != after.kind:
         raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
     other = [str(change) for change in changes(before.manifest, after.manifest) if change.what != "code"]

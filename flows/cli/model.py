@@ -218,7 +218,7 @@ def _searching(method: str | None, n: int, verifier: str | None, temperature: fl
             raise PunaError("--verifier chooses among answers: add --search best")
         return None
     if temperature == 0:
-        raise PunaError("--search chooses among answers, which at --temperature 0 are all alike")
+        raise PunaError("--search chooses among answers, which are all equal at --temperature 0; set a temperature above 0")
     with errors_at("--verifier is not JSON", ValueError):
         spec = None if verifier is None else json.loads(verifier)
     if spec is not None and not isinstance(from_json(spec), BoundedVerifier):

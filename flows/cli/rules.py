@@ -106,7 +106,7 @@ def _page(row: Mapping[str, Any], where: str) -> Page:
     if not isinstance(body, str):
         raise PunaError(f"{where} needs the field html or text")
     if not isinstance(truth, str) and not isinstance(good, bool):
-        raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, of all of it)")
+        raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, for the whole text)")
     kind, code = (str(row.get(name) or "") for name in ("type", "language"))
     return Page(body, html, truth if isinstance(truth, str) else None, bool(good), kind, code)
 

@@ -54,7 +54,7 @@ class Semantic(StageConfig):
     """Settings for removing near-duplicates in meaning."""
 
     clusters: int = Field(1, ge=1, description="Number of clusters; only rows in one cluster are compared. 1: all pairs, quadratic time")
-    max_similarity: float = Field(0.98, gt=0, le=1, description="Cosine similarity from which a dialogue is a near-duplicate of a kept one")
+    max_similarity: float = Field(0.98, gt=0, le=1, description="Minimum cosine similarity of a near-duplicate to a kept dialogue")
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):

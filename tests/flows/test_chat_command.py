@@ -159,7 +159,7 @@ def test_generate_searches_for_an_answer_and_tells_its_cost(folder):
     ("options", "message"),
     [
         (["--verifier", "{}"], "add --search best"),
-        (["--search", "best", "--temperature", "0"], "at --temperature 0 are all alike"),
+        (["--search", "best", "--temperature", "0"], "which are all equal at --temperature 0"),
         (["--search", "best", "--n", "4", "--verifier", "{"], "--verifier is not JSON"),
         (["--search", "best", "--n", "4", "--verifier", '{"name": "judge", "rubric": "?"}'], "use the stage evaluate"),
         (["--search", "best"], "n"),

@@ -316,7 +316,7 @@ except ConnectionError as error:
 
 
 @pytest.mark.parametrize("more, problem", [
-    ({}, "could not connect to all: rank 1 did not come within 0:00:01: start all 2"),
+    ({}, "could not connect to all: rank 1 did not join within 0:00:01: start all 2"),
     ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "nope0"}, "Unable to find address for: nope0; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface"),
 ], ids=["rank", "interface"])
 def test_a_missing_rank_and_a_missing_interface_are_named(more: dict[str, str], problem: str):
