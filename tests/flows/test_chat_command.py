@@ -56,7 +56,7 @@ def test_chat_keeps_the_conversation_until_a_new_one(folder):
 
 
 def test_a_question_too_long_ends_no_talk_in_a_terminal(folder, monkeypatch):
-    """The too long question is dropped, and the next one is answered like a first question. With piped input, the command ends with the
+    """A question that is too long is dropped, and the next one is answered like a first question. With piped input, the command ends with the
     error."""
     given = "to be " * 300 + "\nto be?\n"
     with pytest.raises(PunaError, match="the model's context 512: start a new one with /new"):

@@ -80,7 +80,7 @@ def test_the_aliases_of_the_pipeline() -> None:
 
 
 def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
-    """Each arm starts where the round starts, with as many checks of answers to 600 prompts, as many updates and as many answers in them:
+    """Each arm starts from the round's model and has the same number of checks (answers to 600 prompts), updates and trained answers,
     at once or in parts."""
     recipe = load("demo", ["rounds=1", "more_controls=true"])
     order, rl, again = labels(recipe), config_of(recipe, "grpo_1"), config_of(recipe, "sft_again_1").training
