@@ -366,7 +366,9 @@ def measured_machine(config: ModelConfig, context: int, clock: Clock = time.perf
 
 
 def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Clock) -> float:
-    """Return the matrix products' operations per second. `machine` has the other rates: the time that they imply is subtracted."""
+    """Return the FLOPs per second of the matrix products in a training step.
+
+    The time of the step's other operations, which `machine`'s rates imply, is subtracted from the step's time."""
     layers = min(2, config.num_hidden_layers)
     small = config.replace(num_hidden_layers=layers, sliding_layers=None, sliding_window=None, model_type="")
     rows, inner = 1024, config.intermediate_size

@@ -237,7 +237,7 @@ class Holding:
         self._lease = contextlib.ExitStack()
 
     def add(self, *keys: str) -> None:
-        """Record keys, if the store is writable."""
+        """Record that this process uses artifacts with these keys, if the store is writable."""
         with self._guard, contextlib.suppress(OSError, PunaError):
             if new := [key for key in dict.fromkeys(keys) if key not in self._keys]:
                 if not self._keys:

@@ -135,7 +135,7 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
-    """Record hashes of the words (two letters or more, split as in camelCase) of a class, id or role. `sign`: also into `signs`."""
+    """Add hashes of the words (two letters or more, split as in camelCase) of a class, id or role to `tokens`. `sign`: also to `signs`."""
     s, html = page.state, page.html
     word, length = OFFSET ^ np.uint64(kind), 0
     total = np.uint64(0)

@@ -187,7 +187,7 @@ class Scheduler:
         return work
 
     def fork(self) -> Iterator[Answer]:
-        """Yield new answers to computed prompts, as many as fit, each with the hidden state of the prompt's last token."""
+        """Yield new answers to computed prompts while there is room, each with the hidden state of the prompt's last token."""
         for request in list(self.waiting):
             while request.trunk is not None and len(self.running) < self.sequences:
                 if self.running and self.pool.available < len(self.running) + 1:

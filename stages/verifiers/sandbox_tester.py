@@ -136,8 +136,8 @@ def operand(value: Any) -> Any:
 
 
 def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Apply an operator, to data here, to two Remotes in the program's process. Data and a Remote are unequal; any operator but == and !=
-    raises TypeError for them."""
+    """Apply an operator: to data in this process, to two Remotes in the program's. A Remote never equals data; for these two, operators
+    other than == and != raise TypeError."""
     one, other = operand(one), operand(other)
     there = [type(value) is Remote for value in (one, other)]
     if not any(there):

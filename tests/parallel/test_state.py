@@ -109,7 +109,7 @@ def test_a_reference_is_the_same_in_every_layout(ranks: Run, layout: dict[str, i
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_new_tokens_begin_without_moments_in_every_layout(ranks: Run, layout: dict[str, int]):
-    """Of 37 tokens 18 are new: the old moments have as many rows as a rank's half of all."""
+    """Of 37 tokens, 18 are new, so the old moments have the same number of rows as a rank's half of all."""
     assert ranks("grown", size(layout), layout=layout, lacking=18) == [[]] * size(layout)
 
 
