@@ -289,7 +289,7 @@ class Parabola:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Return parameters and loss at the minimum; None if the parabola has no minimum within the range of its points."""
+        """Return the parameter count and the loss at the minimum; None if the parabola has no minimum within the range of its points."""
         a, b, _ = self.coefficients
         if a <= 0:
             return None

@@ -83,8 +83,8 @@ class Link(Peer):
         return [packing.encode(next(kinds)), packing.encode([str(part) for part in error.args]), "", "", None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        """Return the program's exception: a RuntimeError for `STOPS` unless `function` is `next`; an Exception if its class cannot be
-        built."""
+        """Return the exception that the program raised: a RuntimeError instead of one of `STOPS`, unless `function` is `next`; an Exception
+        if its class cannot be built."""
         kind, args, text, where, itself = [self.decode(part, objects) for part in described]
         if not issubclass(kind, BaseException):
             raise TypeError("no error")
