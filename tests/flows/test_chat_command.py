@@ -141,7 +141,7 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     file.write_text('{"not": {}}')
     with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be enforced"):
         puna("generate", folder, "to be", "--schema", str(file))
-    with pytest.raises(PunaError, match="give one of them"):
+    with pytest.raises(PunaError, match="set only one of the two"):
         file.write_text("{}")
         puna("generate", folder, "to be", "--schema", str(file), "--speculate", "4")
 

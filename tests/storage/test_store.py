@@ -144,7 +144,7 @@ def test_resolving_names(tmp_path: Path) -> None:
     assert store.resolve(made.id) == store.resolve(made.key) == store.resolve(made.key[:8]) == made
     for wrong, message in (
         ("ffff0000", "no such artifact"),
-        ("cats/abcd", "no kind of artifact"),
+        ("cats/abcd", "not a kind of artifact"),
         ("ab", "at least 4"),
         ("x@y", "no such alias"),
     ):
