@@ -29,11 +29,11 @@ def capabilities(
 ) -> Output:  # fmt: skip
     """Fine-tune a model on a mixture of instructions, and measure each source's gain over a mixture without that source.
 
-    The recipe gives each source a share. `asked`: prompts that the model answers; it is finetuned on its answers that obey a rule of the
-    system message (`rejection_sample.source`), sampled with the rule in the user's message instead. `documents`: texts for questions about
-    long contexts (`instructions.source`). `demonstrations`: your own instructions, for example in other languages; their source is the name
-    given at import. Each source with a share has a control arm: as many updates on a mixture without that source. `tasks`: further prompts,
-    whose held-out part each arm answers.
+    The recipe gives each source a share. `asked`: prompts for answers that obey a rule. The model answers with the rule in the user's
+    message; answers that obey it are learned with the rule in the system message (`rejection_sample.source`). `documents`: texts for
+    questions about long contexts (`instructions.source`). `demonstrations`: your own instructions, for example in other languages; their
+    source is the name given at import. Each source with a share has a control arm: as many updates on a mixture without that source.
+    `tasks`: further prompts; each arm answers their held-out part.
     """
     sets = {f"tasks_{number}" if number > 1 else "tasks": one for number, one in enumerate(tasks or [], 1)}
     data = list(demonstrations or [])

@@ -88,7 +88,7 @@ def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: 
 
 def one_round(number: int, before: State, tasks: Output, heldout: Output, *, development: Output | None = None) -> State:
     """Run one round: sampling, preferences, reward model, SFT on demonstrations and sampled answers, DPO, RL, averaging, evaluation.
-    `number` labels the steps and changes their seeds. The reward model alone gets an alias. `development`: prompts on which the weights of
+    `number` labels the steps and changes their seeds. Only the reward model gets an alias. `development`: prompts on which the weights of
     the average with the initial policy are searched; no training or evaluation uses them."""
     start, gold = before.start or before.policy, list(before.instructions)
     answers = step(sample, number=number, models=[before.policy, before.other], prompts=tasks)
@@ -146,9 +146,10 @@ def controls(
     """Return the control arms of round `number`. Each trains a model, averages it with the round's initial policy, and evaluates it.
 
     `_equal` returns the arms that replace the training after DPO at an equal budget. `ablations` adds arms with a smaller budget. SFT arms
-    make as many updates as the round (updates set in epochs do not count), on demonstrations, alone or with chosen answers, synthetic
-    answers, or one more answer per prompt for each way to pick it. `dpo_instead` in the recipe adds an arm with DPO in place of RL, with
-    `sample_instead` also on pairs of the SFT model's answers, and an SFT arm on their verified answers. One arm ends after DPO.
+    make as many updates as the round (updates set in epochs do not count). They learn from demonstrations alone or with other answers:
+    chosen ones, synthetic ones, or one more answer per prompt for each way to pick it. `dpo_instead` in the recipe adds an arm with DPO in
+    place of RL, with `sample_instead` also on pairs of the SFT model's answers, and an SFT arm on their verified answers. One arm ends
+    after DPO.
     """
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
@@ -207,8 +208,8 @@ def _equal(
     """Return the arms that replace the round's training after DPO at an equal budget; none unless the recipe names `sft_equal`.
 
     They finetune the policy after DPO on its own right answers with the highest reward or, if the recipe names `grpo_equal`, train it by
-    RL. `more_controls` adds SFT on all distinct right answers, SFT on ranked answers in `ITERATIONS` iterations, `evaluate_best` (best of n
-    of the former) and, unless the round itself does both, SFT on half as many answers, then half as much RL.
+    RL. `more_controls` adds SFT on all distinct right answers, with a best-of-n evaluation of that model (`evaluate_best`); SFT on ranked
+    answers in `ITERATIONS` iterations; and, unless the round itself does both, SFT on half as many answers, then half as much RL.
     """
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []

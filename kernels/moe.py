@@ -233,7 +233,7 @@ def top_k_routing(logits_TE: Tensor, k: int, normalize: bool) -> tuple[Tensor, T
     """Return (weights [T, k], probabilities [T, E], chosen [T, k] int64), the first two differentiable and at least fp32. `chosen`: the k
     likeliest experts, best first. `weights`: their probabilities, over their sum if `normalize`. Raise ValueError unless 1 <= k <= E."""
     if not 1 <= k <= logits_TE.shape[1]:
-        raise ValueError(f"k is {k}, of {logits_TE.shape[1]} experts")
+        raise ValueError(f"k must be from 1 to the number of experts, {logits_TE.shape[1]}, not {k}")
     return _top_k_routing(logits_TE, k, normalize)  # type: ignore[no-any-return]
 
 

@@ -22,8 +22,7 @@ LOWEST = -3.0e38  # below every logit, and finite, so that differences are defin
 
 
 def chunks(rows: int, w_VD: Tensor) -> Iterator[slice]:
-    """Return slices that cut `rows` rows into chunks of at least one row, whose logits take at most the device's `CHUNK_BYTES`
-    otherwise."""
+    """Return slices that cut `rows` rows into chunks whose logits take at most the device's `CHUNK_BYTES`; a chunk has at least one row."""
     capacity = CHUNK_BYTES_GPU if w_VD.is_cuda else CHUNK_BYTES
     size = max(1, capacity // (w_VD.element_size() * len(w_VD)))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

@@ -58,7 +58,8 @@ Arrays = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """The pages that a step's queries see, as CPU tensors; `items` are copied to `device`. Unfit tensors raise ValueError.
+    """The pages that a step's queries see, as CPU tensors; `items` are copied to `device`. The constructor raises ValueError for tensors
+    that do not fit.
 
     tables    [B, W] int32   each sequence's pages, in order; not checked against P
     sequence  [N] int32      each query's sequence; only neighbouring queries, at most TILE, share page reads

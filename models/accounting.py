@@ -65,7 +65,7 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int = 8) -> int:
-    """Return the bytes of weights, gradients and the optimiser's moments, which take `moments` bytes per parameter (AdamW: 8).
+    """Return the bytes of weights, gradients and the optimizer's moments, which take `moments` bytes per parameter (AdamW: 8).
 
     Besides the moments, fp32 takes 8 bytes per parameter. bf16 takes 12: 2 + 2 for the bf16 weights and gradients, 4 + 4 for the fp32
     weights and accumulated gradients. Raise ValueError for another precision.
@@ -202,7 +202,7 @@ def step_time(
 
 
 def intensity(config: ModelConfig, lengths: Iterable[int], precision: Precision = "fp32") -> float:
-    """Return the arithmetic intensity of a training step: FLOPs per byte moved by elementwise work, the optimiser's update, and weight
+    """Return the arithmetic intensity of a training step: FLOPs per byte moved by elementwise work, the optimizer's update, and weight
     matrices (two reads, and one write of the gradient). A step below a machine's `ops_per_byte` is memory-bound."""
     lengths = list(lengths)
     matrices = 3 * ELEMENT_BYTES[precision] * (parameters(config).layers + config.vocab_size * config.hidden_size)
@@ -366,7 +366,9 @@ def measured_machine(config: ModelConfig, context: int, clock: Clock = time.perf
 
 
 def _matrix_flops(config: ModelConfig, context: int, machine: Machine, clock: Clock) -> float:
-    """Return the matrix products' operations per second. `machine` has the other rates: the time that they imply is subtracted."""
+    """Return the FLOPs per second of the matrix products in a training step.
+
+    The time of the step's other operations, which `machine`'s rates imply, is subtracted from the step's time."""
     layers = min(2, config.num_hidden_layers)
     small = config.replace(num_hidden_layers=layers, sliding_layers=None, sliding_window=None, model_type="")
     rows, inner = 1024, config.intermediate_size

@@ -30,7 +30,7 @@ class ServingSettings(Settings):
     """Settings for generating a model's answers."""
 
     weights: Weights = Field(
-        "same", description="Format of the layers' matrices: same (as stored), or 8 bits, smaller, less exact (fp8: GPUs 8.9 or newer)"
+        "same", description="Format of the layers' matrices: same (as stored), or 8 bits: smaller, less exact (fp8: GPUs from 8.9 on)"
     )
     engine: Literal["puna", "vllm"] = Field("puna", description="Engine that generates answers: Puna's own, or vLLM's if it is installed")
     gpu_memory: float = Field(0.9, gt=0, le=1, description="vllm: share of the GPU's memory that vLLM takes")

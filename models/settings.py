@@ -59,7 +59,8 @@ def _forget(settings: object, value: Any) -> None:
 
 
 def _over(default: object, value: Any) -> Any:
-    """Return the values of a default group, overridden at every level by `value`; return `value` unchanged if it is not for a group."""
+    """Return a default group of settings, overridden at every level by the mapping `value`. Return `value` if it or the default is no
+    group."""
     if not isinstance(default, Settings) or not isinstance(value, Mapping):
         return value
     values = dict(default)

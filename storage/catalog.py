@@ -176,7 +176,8 @@ def query(store: Store, text: str) -> pa.Table:
 
 
 def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
-    """Return the result of one read-only SQL statement, at most `rows` rows (None: all). Columns of one name `n` become `n`, `n_1`, …"""
+    """Return the result of one read-only SQL statement, at most `rows` rows (None: all). A repeated column name `n` becomes `n_1`,
+    `n_2`, …"""
     with _named_errors():
         relation = opened.sql(text)
         if relation is not None and rows is not None:

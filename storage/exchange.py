@@ -230,7 +230,8 @@ def _places(column: pa.ChunkedArray, count: int) -> Any:
 
 
 def found_before(how: Scatter) -> Scattered | None:
-    """Return the job's result in an earlier attempt; None without one, or with other runs. Raise `Damaged` if a file of it is damaged."""
+    """Return the job's result from an earlier attempt; None if there is none, or if its number of runs differs. Raise `Damaged` if one of
+    its files is damaged."""
     if (record := how.staging.job_record(how.job)) is None:
         return None
     files = [(name, np.array(ends, np.int64)) for name, ends in record["files"]]
@@ -253,7 +254,8 @@ def _whole(files: Files, name: str, ends: Offsets) -> bool:
 
 
 def gather(files: Files, results: list[Scattered], count: int, by: str, runs: range) -> Exchange:
-    """Return all jobs' results as an exchange: of partitions, or of groups. Raise PunaError if the jobs' tables have different columns."""
+    """Return the exchange of all jobs' results. `runs`: number of the first partition in each run. Raise PunaError if the jobs' tables have
+    different columns."""
     schemas = list(dict.fromkeys(one.schema for one in results if one.schema))
     if len(schemas) > 1:
         raise PunaError("the jobs of an exchange returned tables with different columns")

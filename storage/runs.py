@@ -30,8 +30,8 @@ ENDS = ("finished", "failed", "stopped")
 
 
 def event(name: str, **about: Any) -> dict[str, Any]:
-    """Return an event: `started` with `flow` and how it started (`RunLog.about`), one of ENDS (`failed` with `error`), or
-    with `text`: `said` for a remark about the outcome, `line` for a line that another process logged."""
+    """Return an event of a run. `started` has `flow` and how the run started (`RunLog.about`). One of ENDS closes the run; `failed` has
+    `error`. The others have `text`: `said` is a remark about the outcome, `line` is a line that another process logged."""
     return {"event": name, **about}
 
 

@@ -283,7 +283,7 @@ def known_kind(name: str) -> str:
     if name not in KINDS:
         near = difflib.get_close_matches(name, KINDS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise PunaError(f"{name!r} is no kind of artifact; {hint}The kinds are {', '.join(KINDS)}")
+        raise PunaError(f"{name!r} is not a kind of artifact; {hint}The kinds are {', '.join(KINDS)}")
     return name
 
 

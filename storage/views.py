@@ -140,7 +140,7 @@ class Views:
         return f"select id, url from {self._parquet(files)}" if files else "select null::varchar as id, null::varchar as url where false"
 
     def _by_alias(self) -> dict[str, Entry]:
-        """Return alias → entry, but for aliases that differ only in case, which SQL cannot tell apart."""
+        """Return alias → entry, except for aliases that differ only in case, which SQL cannot tell apart."""
         artifacts = {one["key"]: one for one in self.entries if one["kind"] in one["tables"]}
         aliases = {alias: artifacts[key] for alias, key in sorted(self.store.aliases().items()) if key in artifacts}
         several = Counter(alias.lower() for alias in aliases)

@@ -105,10 +105,10 @@ class Work:
         self._claimed.setdefault(table_schema(table).name, [])
 
     def refers(self, documents: Artifact) -> tuple[tuple[Stored | None, ...], ...] | None:
-        """Return for each shard the facts files of the sources that kept rows may refer to; None if rows cannot be kept by reference.
+        """Return, for each shard, the facts files of the sources to which kept rows may refer; None if rows cannot be kept by reference.
 
-        Sources are numbered from 1, in the order of the files; 0 stands for new rows. They are `documents`, if it has rows of its own, and
-        its sources. Set `shift`, which the caller adds to the source numbers in order files of `documents`."""
+        The sources are `documents`, if it has rows of its own, and the sources of `documents`. They are numbered from 1, in the order of
+        the files; 0 stands for new rows. Set `shift`, which the caller adds to the source numbers in order files of `documents`."""
         if documents.files != self.files or not table_schema(documents.kind).selectable or self._sources:
             return None
         record = documents.record()
@@ -237,7 +237,7 @@ class Holding:
         self._lease = contextlib.ExitStack()
 
     def add(self, *keys: str) -> None:
-        """Record keys, if the store is writable."""
+        """Record that this process uses artifacts with these keys, if the store is writable."""
         with self._guard, contextlib.suppress(OSError, PunaError):
             if new := [key for key in dict.fromkeys(keys) if key not in self._keys]:
                 if not self._keys:

@@ -73,7 +73,7 @@ def new(folder: Annotated[Path, typer.Argument(metavar="NAME", help="New folder;
 
 def write_project(folder: Path) -> list[Path]:
     """Write the template project to a new folder, whose name becomes the package's, and return its files, sorted. Raise PunaError if the
-    name is no lower-case identifier, a keyword or `puna`, or if the folder exists or cannot be written."""
+    name is not a lower-case identifier, is a keyword or `puna`, or if the folder exists or cannot be written."""
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name == "puna":
         raise PunaError(f"new {folder}: the name is the package's: lower-case letters, digits and _, for example my_rules")

@@ -50,9 +50,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The files that `puna clean` writes, and counts of pages. `kept`: clean documents. `pages`: kept and dropped pages. `rules`: rule
-    (`step.rule`) → pages that it dropped, the largest count first. `no_page`: rule → input records that hold no page.
-    `files_without_page`: text about files that hold no page; empty without such files."""
+    """The files that `puna clean` wrote, and counts. `kept`: clean documents. `pages`: all pages, kept or dropped. `rules`: rule
+    (`step.rule`) → pages that it dropped, largest count first. `no_page`: rule → input records that hold no page. `files_without_page`: a
+    message about files that hold no page; empty if there are none."""
 
     documents: Path
     dropped: Path

@@ -39,7 +39,7 @@ def evaluate(
         list[str], typer.Option(metavar="FILE|ID,…", help="Task files (lm-evaluation-harness's YAML), folders of these, or prompts")
     ],
     harness: Annotated[bool, typer.Option("--harness", help="Run lm-evaluation-harness; --tasks may name its built-in tasks")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task, this many")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions per task, from the beginning")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question (default: the task file's)")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template (default: plain text)")] = False,
     options: Annotated[
@@ -223,8 +223,8 @@ def predict(
 ) -> None:  # fmt: skip
     """Forecast the loss that a training budget reaches, with its 95 % interval, and the model shape and number of tokens that reach it.
 
-    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss measured later: that of a
-    run which trained the forecast's model, or used about the same FLOPs and number of tokens on the ladder's data.
+    The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss measured later: in a run
+    that trained the forecast's model, or in a run on the ladder's data with about the same FLOPs and number of tokens.
     """
     opened = Store.existing(store, project)
     if outcomes:

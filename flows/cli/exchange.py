@@ -30,7 +30,7 @@ def import_(
     columns: Annotated[list[str] | None, typer.Option(metavar="FIELD=COLUMN", help="Column that holds a field: prompt=question")] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of import_KIND")] = None,
     verifier: Annotated[
-        str | None, typer.Option(metavar="NAME|JSON", help='For prompts that name no verifier: numeric, exact or {"name": …}')
+        str | None, typer.Option(metavar="NAME|JSON", help='Verifier of prompts that name none: numeric, exact or {"name": …}')
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None,

@@ -260,7 +260,8 @@ def near(
     most: Annotated[int, typer.Option(min=1, help="Maximum number of documents to show")] = 10, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """List the documents that resemble a text, with the share of common word n-grams in their union, in the text, and in the document."""
+    """List the documents that resemble a text. Their common word n-grams are shown as a share of the union, of the text's and of the
+    document's."""
     from puna.stages.curate.minhash.index import describe, resembling
 
     opened = Store.existing(store, project)

@@ -75,8 +75,9 @@ def plan(
 
     A step's time, disk and memory are estimated from its earlier runs in the store. A step that depends on steps still to run is run only
     if their output is new. The cost of pretraining is computed from the model's shape, which comes from the recipe, the input model or
-    choose_size. A packed row counts as one document, for which attention costs most. Times are computed from this CPU's measured rates or
-    the GPU's data sheet. For several GPUs, the fastest tested layouts that fit are listed: at most three, one per set of parallel axes.
+    choose_size. A packed row counts as one long document, which makes attention cost most. Times are computed from this CPU's measured
+    rates or the GPU's data sheet. For several GPUs, the fastest tested layouts that fit are listed: at most three, one per set of parallel
+    axes.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
@@ -168,7 +169,8 @@ def accept(
     new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what the current code would make)")] = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Declare that a change of code changes no results: runs reuse OLD instead of computing NEW, or what the current code would make."""
+    """Declare that a change of code changes no results. Runs then reuse OLD instead of computing NEW (default: the artifact of the current
+    code)."""
     from puna.storage.explain import changes
 
     opened = Store.existing(store, project)
@@ -187,7 +189,7 @@ def accept(
         return typer.echo(f"{before.id} is now reused for what the current code would make: {differences}")
     after = opened.resolve(new)
     if before.key == after.key:
-        raise PunaError(f"{old} and {new} are one artifact, {before.id}: there is nothing to declare")
+        raise PunaError(f"{old} and {new} are the same artifact, {before.id}: there is nothing to declare")
     if before.manifest.stage != after.manifest.stage or before.kind != after.kind:
         raise PunaError(f"{before.id} was made by {before.manifest.stage}, {after.id} by {after.manifest.stage}: they cannot be equivalent")
     other = [str(change) for change in changes(before.manifest, after.manifest) if change.what != "code"]

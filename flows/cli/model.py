@@ -97,7 +97,8 @@ def chat(
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer early. Raise PunaError if there can be none."""
+    """Print an answer while it is generated, and return its text. Ctrl-C ends the answer early. Raise PunaError if the context or the cache
+    is full, or if the chat template refuses the messages."""
     from puna.models.tokens.tokenizer import TextStream
 
     assert engine.tokenizer is not None
@@ -217,7 +218,7 @@ def _searching(method: str | None, n: int, verifier: str | None, temperature: fl
             raise PunaError("--verifier chooses among answers: add --search best")
         return None
     if temperature == 0:
-        raise PunaError("--search chooses among answers, which at --temperature 0 are all alike")
+        raise PunaError("--search chooses among answers, which are all equal at --temperature 0; set a temperature above 0")
     with errors_at("--verifier is not JSON", ValueError):
         spec = None if verifier is None else json.loads(verifier)
     if spec is not None and not isinstance(from_json(spec), BoundedVerifier):

@@ -17,7 +17,7 @@ from puna.models.tokens.tokenizer import TextStream, Tokenizer
 from puna.stages.verifiers.tools import CALL
 
 ERRORS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 500: "server_error"}
-"""HTTP status → type of the error in OpenAI's format; of other statuses: invalid_request_error."""
+"""HTTP status → type of the error in OpenAI's format. The type for other statuses is invalid_request_error."""
 CALL_TAG = "<tool_call>"  # the beginning of a tool call in an answer, see `CALL`
 
 

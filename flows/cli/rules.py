@@ -106,7 +106,7 @@ def _page(row: Mapping[str, Any], where: str) -> Page:
     if not isinstance(body, str):
         raise PunaError(f"{where} needs the field html or text")
     if not isinstance(truth, str) and not isinstance(good, bool):
-        raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, of all of it)")
+        raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, for the whole text)")
     kind, code = (str(row.get(name) or "") for name in ("type", "language"))
     return Page(body, html, truth if isinstance(truth, str) else None, bool(good), kind, code)
 
@@ -170,7 +170,8 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Apply each rule of a recipe's selections to the pages, alone and after earlier rules; skip rules on classifiers that it trains."""
+    """Apply each rule of a recipe's selections to the pages, alone and after earlier rules. Skip rules that need a classifier trained by
+    the recipe."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)

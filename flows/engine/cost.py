@@ -150,7 +150,8 @@ def costs(
     recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None, asks: bool = False
 ) -> dict[str, Any]:
     """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size; `asks`: has `tasks`. Without
-    `gpu`, plan for this CPU or, if it would take years, for as many `LARGE` GPUs as hold the state and end in `LONGEST`."""
+    `gpu`, plan for this CPU or, if it would take years, for enough `LARGE` GPUs to hold the state and to finish within `LONGEST`. Raise
+    PunaError for `gpus` without `gpu`."""
     from puna.models import accounting
 
     if gpus > 1 and gpu is None:

@@ -155,7 +155,8 @@ FLOWS: dict[str, Flow] = {}
 
 
 def flow(function: Callable[..., Any]) -> Flow:
-    """Declare a function that calls `step` as a flow. Parameters are outputs, annotated like a stage's inputs. Raise TypeError if unfit."""
+    """Turn a function that calls `step` into a flow. Its parameters must be outputs, annotated like a stage's inputs; else raise
+    TypeError."""
     name, doc = function.__name__, inspect.getdoc(function)
     if not doc:
         raise TypeError(f"flow {name}: needs a docstring")

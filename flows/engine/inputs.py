@@ -36,7 +36,7 @@ class RunInputs:
 
 
 def is_artifact(text: str) -> bool:
-    """True if a text can name an artifact (`KIND/KEY`, 4 or more digits of KEY, `[PROJECT/]NAME@VERSION`) and no such path exists."""
+    """True if a text can name an artifact (`KIND/KEY`, 4 or more digits of KEY, `[PROJECT/]NAME@VERSION`) and is not an existing path."""
     kind, slash, key = text.partition("/")
     digits = key if slash else kind
     is_key = (not slash or kind in KINDS) and len(digits) >= 4 and not set(digits) - set("0123456789abcdef")

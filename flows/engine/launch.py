@@ -97,7 +97,7 @@ def target_named(what: str) -> Flow | Stage:
 
 def run(request: Request, store: Store) -> None:
     """Run a flow or a stage; everything is checked before any work starts. Progress goes to the Prefect server at PREFECT_API_URL or of a
-    running `puna up`; only the run's end waits for it, briefly."""
+    running `puna up`. The run waits for the server only at its end, and briefly."""
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
     try:

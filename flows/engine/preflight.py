@@ -134,7 +134,8 @@ def _room(files: list[External], store: Store) -> list[str]:
 
 
 def page_texts(pages: Sequence[Page], share: float, seconds: float) -> tuple[tuple[str, ...], float]:
-    """Return rough texts of random `pages`, as many as are read in `seconds`, and their share of all pages (`share`: that of `pages`)."""
+    """Return rough texts of a random sample of `pages`, and the sample's share of all pages; stop after `seconds`. `share`: the share of
+    all pages that is in `pages`."""
     until = time.monotonic() + seconds
     texts: dict[int, str] = {}
     for at in random.Random(0).sample(range(len(pages)), len(pages)):

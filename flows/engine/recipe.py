@@ -295,7 +295,7 @@ def overridden(values: dict[str, Any], change: str) -> None:
 
 def _place(items: list[Any], text: str, change: str) -> int:
     if not text.isdecimal() or int(text) >= len(items):
-        raise PunaError(f"--set {change}: {text} is no index of a list of {len(items)} items; the first is 0")
+        raise PunaError(f"--set {change}: {text} is not an index of a list of {len(items)} items; the first is 0")
     return int(text)
 
 

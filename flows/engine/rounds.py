@@ -72,7 +72,7 @@ class History:
             remedy = f"leave the input out to go on from {POLICY}, or start with that model in its own project, --project NAME"
             raise PunaError(f"{POLICY} is {policy.id}, which does not descend from {model.id}: {remedy}")
         kinds = lineage.sources_by_kind([policy.key, *behind])
-        # Instructions that a model wrote are no demonstrations, which come from people or code.
+        # Instructions that a model wrote are not demonstrations, which come from people or code.
         taught = [a for a in kinds["instructions"] if any(lineage.kind[up] in ("answers", "model") for up in lineage.ancestors([a.key]))]
         return cls(
             policy, tuple(rounds), lineage.artifacts(lineage.roots(policy.key)), kinds["prompts"], kinds["preferences"],

@@ -133,7 +133,7 @@ def trace(flow: Flow, recipe: Recipe, given: Mapping[str, Given] | None = None) 
     for label, extra in recipe.extra.items():
         place = extra.after or extra.into or ""
         if label not in labels and place not in labels:
-            tracer.wrong(f"add.{label}: {place} is no step of {flow.name}{did_you_mean(place, labels)}")
+            tracer.wrong(f"add.{label}: {place} is not a step of {flow.name}{did_you_mean(place, labels)}")
     return tracer.trace
 
 

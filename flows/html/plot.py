@@ -77,7 +77,7 @@ def draw(plot: Plot) -> Html:
 
 
 def grid(plots: Iterable[Plot]) -> Html:
-    """Return plots side by side, as many as fit; plots without points are left out."""
+    """Return a grid of plots, filled row by row; plots without points are left out."""
     figures = [draw(plot) for plot in plots if not plot.empty]
     return tag("div", figures, class_="plots") if figures else Html("")
 

@@ -53,7 +53,8 @@ def place(name: str) -> str:
 
 
 def written_before(store: Store, run: str) -> Path | None:
-    """Return an earlier run's page by the current code if all runs since have the same artifacts and `run` computed none; else None."""
+    """Return the path of an earlier run's page if the current code wrote it, all runs since then have the same artifacts, and `run`
+    computed none; else None."""
 
     def artifacts(name: str) -> dict[str, str]:  # a dictionary, since the steps of two runs may end in different orders
         return {record.step: record.key for record in store.log(name).made}

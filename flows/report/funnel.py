@@ -108,7 +108,7 @@ def level(run: Run, step: Step) -> Level:
 
 
 def _length(artifact: Artifact) -> int | None:
-    """Return the characters of documents, or bytes of pages if the stage counted them."""
+    """Return the number of characters of documents, or of bytes of pages if the stage counted them; else None."""
     total = artifact.record().characters if artifact.kind == "documents" else artifact.manifest.metrics.get("body_bytes")
     return total if isinstance(total, int) else None
 

@@ -115,8 +115,9 @@ def host_name(host: str) -> str | None:
 
 
 def foreign(headers: Mapping[str, str], host: str) -> bool:
-    """True if a browser sent the request for another site's page, or without naming a page. Other programs send no such headers. Over plain
-    HTTP to another machine, browsers send no Sec-Fetch headers, and the other site decides whether its address is sent."""
+    """True if a browser sent the request for another site's page, or no header names the page. Programs other than browsers send no such
+    headers, so they are never foreign. Over plain HTTP to another machine, browsers send no Sec-Fetch headers, and the other site decides
+    whether its address is sent."""
     if _silent(headers):
         return True
     site, origin, referer = (headers.get(name) for name in ("sec-fetch-site", "origin", "referer"))

@@ -52,7 +52,8 @@ class Asker:
         self._idle: dict[str, list[Child]] = {"sql": [], "plan": []}
 
     def ask(self, question: str, **fields: Any) -> Html:
-        """Return the answer as HTML. Raise PunaError for a refusal or a dead child, `Late` if late or too long, RuntimeError if failed."""
+        """Return the answer as HTML. Raise PunaError if the question is refused or the child has died, `Late` if the answer is late or too
+        long, RuntimeError if the child failed."""
         group = "sql" if question == "sql" else "plan"
         if not self._free[group].acquire(timeout=SECONDS[question]):
             raise Late("the server is busy with other questions; try again later")

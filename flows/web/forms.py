@@ -167,7 +167,8 @@ def _settings(offer: Offer, form: Asked) -> list[Content]:
 
 
 def _rare(stage: Stage, paths: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the settings to fold: optional, set by no shipped recipe, no number but `seed`. If all are, the first `MANY` stay open."""
+    """Return the settings to fold: optional ones that no shipped recipe sets and that are not numbers (but `seed` is folded). If all
+    settings are such, the first `MANY` stay open."""
     needed = {name for name, one in stage.config.model_fields.items() if one.is_required()} | set_by_recipes(stage)
     numbers = {path for path in paths if isinstance(values[path], int | float) and not isinstance(values[path], bool) and path != "seed"}
     often = [path for path in paths if path in needed | numbers]

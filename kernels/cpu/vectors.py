@@ -74,7 +74,7 @@ def store(builder: Any, address: Any, value: Any) -> None:
 @operation(vector, address, types.intp)
 def load_first(builder: Any, address: Any, count: Any) -> Any:
     """Return the first `count` numbers at an address, at most 16; the other lanes are zero and are not read. Whole vectors are read without
-    a mask: it would cost a loop over rows a few percent of its time."""
+    a mask, which would cost a loop over rows a few percent of its time."""
     with builder.if_else(builder.icmp_signed(">=", count, llvm.INT(LANES))) as (all_, some):
         with all_:
             whole, from_all = llvm.load(builder, address), builder.block

@@ -18,8 +18,8 @@ from puna.kernels.text.words import BASE, IS_SYMBOL, split_codes, split_ranges
 
 
 class Hashed(NamedTuple):
-    """A text's words in lower case, except words of punctuation and symbols alone: `words` uint64[n], their hashes; `start`, `stop`
-    int32[n], their ranges in `lowered`, the text in lower case."""
+    """The words of a text in lower case, except words that consist only of punctuation and symbols. `words` uint64[n]: their hashes;
+    `start`, `stop` int32[n]: their ranges in `lowered`, the text in lower case."""
 
     words: NDArray[np.uint64]
     start: NDArray[np.int32]
@@ -28,7 +28,7 @@ class Hashed(NamedTuple):
 
 
 def word_hashes(text: str) -> Hashed:
-    """Return the hashed words of a text in lower case, except words of punctuation and symbols alone."""
+    """Return the hashed words of a text in lower case, except words that consist only of punctuation and symbols."""
     lowered = text.lower()
     words = split_codes(code_points(lowered))
     kept = words.flags & IS_SYMBOL == 0
@@ -108,7 +108,8 @@ def _mix_words(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
     words: NDArray[np.uint64],
 ) -> int:  # fmt: skip
-    """Write the mixed hashes of the first `count` words, except words of symbols alone, to `words`; return the number written."""
+    """Write the mixed hashes of the first `count` words, except words that consist only of symbols, to `words`; return the number
+    written."""
     kept = 0
     for word in range(count):
         value, every = np.uint64(0), np.uint16(SYMBOL)

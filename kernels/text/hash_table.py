@@ -53,7 +53,7 @@ def clear_keys(space: NDArray[np.uint64], entries: int) -> NDArray[np.uint64]:
 
 @njit(cache=True, borrows=True)
 def clear_slots(slots: NDArray[np.int32], entries: int) -> int:
-    """Clear as many of `slots` as a table of `entries` keys needs, 2^bits; return `bits` for `slot_of`."""
+    """Clear the first 2^bits of `slots`, enough for a table of `entries` keys; return `bits`, for `slot_of`."""
     bits, size = 3, 8
     while size < 4 * entries:
         bits, size = bits + 1, 2 * size

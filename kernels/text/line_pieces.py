@@ -198,8 +198,8 @@ def _blank_before(data: U8, at: int, first: int) -> bool:
 
 @njit(cache=True)
 def with_blank_lines(data: U8, offsets: I64, documents: I64, starts: I64, stops: I64) -> I64:
-    """Return `stops`, the ends of lines to remove; where no line or a blank line is left before a removed line, its end is moved past the
-    blank lines that follow. So the removal does not make runs of blank lines longer."""
+    """Return `stops`, the ends of lines to remove. If no line or a blank line is left before a removed line, move the removed line's end
+    past the blank lines that follow. So the removal does not make runs of blank lines longer."""
     out = stops.copy()
     blank = True  # whether no line, or a blank line, stays before this line
     for i in range(len(documents)):

@@ -32,7 +32,8 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, forms: list[bytes]) -> Table:
-        """Return the table that maps code point c to `forms[c]`, later ones to a space. Raise ValueError unless ASCII maps to one byte."""
+        """Return the table that maps code point c to `forms[c]`, and code points past the end to a space. Raise ValueError unless each
+        ASCII character maps to one byte."""
         if any(len(form) != 1 for form in forms[:128]):
             raise ValueError("an ASCII character must be replaced by one byte")
         forms = [*forms, b" "]

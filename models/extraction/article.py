@@ -153,7 +153,7 @@ def _standing(page: Scan, b: int, most: int, more: int, m: Measures, row: NDArra
 
 @njit(cache=True, borrows=True)
 def _branch(page: Scan, b: int, m: Measures, row: NDArray[np.float32], k: int) -> int:
-    """Write features of the outermost element around the block that does not hold the focus; return the next column."""
+    """Write features of the outermost element that contains the block but not the focus; return the next column."""
     elements, sums, branch = page.elements, m.sums, m.branch[page.blocks[b, L.ELEMENT]]
     row[k + 3] = -1
     if branch >= 0:

@@ -23,7 +23,7 @@ T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "
 
 @njit(cache=True, borrows=True)
 def attributes(page: Scan, element: int, tag: int, at: int) -> int:
-    """Read the attributes of a start tag, which begin at html[at], and write a formula in them; return the index after the tag."""
+    """Read the attributes of a start tag, which begin at html[at], and write any formula that they hold; return the index after the tag."""
     html, s = page.html, page.state
     size = len(html)
     s[L.MATHS] = tag == T_MATH
@@ -135,7 +135,7 @@ def _unseen(html: NDArray[np.uint8], start: int, stop: int, tag: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _words(page: Scan, element: int, start: int, stop: int, kind: int, sign: bool) -> None:
-    """Record hashes of the words (two letters or more, split as in camelCase) of a class, id or role. `sign`: also into `signs`."""
+    """Add hashes of the words (two letters or more, split as in camelCase) of a class, id or role to `tokens`. `sign`: also to `signs`."""
     s, html = page.state, page.html
     word, length = OFFSET ^ np.uint64(kind), 0
     total = np.uint64(0)

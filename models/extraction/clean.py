@@ -146,8 +146,8 @@ def _decoded_again(text: str, suspicious: list[int]) -> str:
 
 
 def _undone(line: str) -> str:
-    """Return the line decoded once more; unchanged if this would keep more accented letters than it removes characters, because misread
-    letters do not survive decoding. Example: "STAÐ“" is Icelandic and ends a quotation, but "Ð“" may also be a misread "Г"."""
+    """Return the line as ftfy repairs it. Return it unchanged if more accented letters survive the repair than it removes characters:
+    misread letters would not survive. Example: in "STAÐ“", Ð is Icelandic and “ ends a quotation, but "Ð“" may also be a misread "Г"."""
     from ftfy import fix_encoding
 
     fixed = fix_encoding(line)
@@ -206,8 +206,9 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
-    """Return the text of a page. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; UTF-8 with
-    few broken characters, whatever the server says (others are seldom UTF-8 by chance); its header; with `html`, the page; detection."""
+    """Return the text of a page. The first of these that applies gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP;
+    UTF-8 with few broken characters, whatever the server says (text in other encodings is seldom valid UTF-8 by chance); the server's
+    header (`charset`); with `html`, the page's own declaration; detection."""
     return _decode(body, charset, html)[0]
 
 

@@ -36,7 +36,8 @@ COPIED_WORDS = 5  # minimum words of a copy: shorter texts may occur on a page a
 @njit(cache=True)
 def agree(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the logits `scores` [blocks], moved towards the mean of blocks with the same tags and classes up to the root. Titles of cards,
-    messages of a thread or cells of a column are all content or all not. A block's weight in the mean is the root of its words."""
+    messages of a thread or cells of a column are all content or all not. A block's weight in the mean is the
+    square root of its number of words."""
     blocks = page.blocks
     n = len(blocks)
     paths, sums = np.empty(n, np.uint64), np.empty((n, 2), np.float32)

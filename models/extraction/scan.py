@@ -270,7 +270,7 @@ def _is_markup(html: NDArray[np.uint8], at: int, stop: int) -> bool:
 
 @njit(cache=True, borrows=True)
 def _text(page: Scan) -> None:
-    """Read to the next tag. Write the text, except in a skipped element, or escaped markup in `noscript` or `textarea`."""
+    """Read to the next tag, and write the text, except text in a skipped element, and escaped markup in `noscript` or `textarea`."""
     s, html = page.state, page.html
     stop = find(html, s[L.AT], 60)
     quoted = page.elements[s[L.CURRENT], L.FLAGS] & QUOTES and _is_markup(html, s[L.AT], stop)

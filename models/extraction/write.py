@@ -234,7 +234,8 @@ def _count(page: Scan, last: int, chars: int, words: int, upper: int, digits: in
 
 @njit(cache=True, borrows=True)
 def _mark(html: NDArray[np.uint8], at: int, first: int) -> int:
-    """Return the ASCII code of a comma or a final mark of another script, else 0. `first`: the character's first byte, html[at - 1]."""
+    """Return the ASCII code of the comma or final mark (. ! ?) that equals a mark of another script, else 0. `first`: the mark's first
+    byte, html[at - 1]."""
     second, third = int(html[at]) if at < len(html) else 0, int(html[at + 1]) if at + 1 < len(html) else 0
     if first == 0xE3 and second == 0x80:  # Chinese and Japanese
         return 44 if third == 0x81 else 46 if third == 0x82 else 0

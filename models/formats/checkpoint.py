@@ -220,7 +220,7 @@ def weight_files(folder: Path) -> Iterator[tuple[Path, Any]]:
             with safe_open(path, "pt") as file:
                 yield path, file
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+            raise CheckpointError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
 def _names(folder: Path) -> Sequence[str]:

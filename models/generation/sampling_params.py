@@ -62,7 +62,7 @@ class SamplingParams:
         if negative := [name for name in ("top_k", "seed", "speculate") if getattr(self, name) < 0]:
             raise ValueError(f"{negative[0]} must not be negative, not {getattr(self, negative[0])}")
         if self.speculate and self.mask is not None:
-            raise ValueError("speculate guesses what a mask may forbid: give one of them")
+            raise ValueError("speculate may guess tokens that the mask forbids: set only one of the two")
 
     @cached_property
     def cuts(self) -> bool:

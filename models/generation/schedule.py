@@ -187,7 +187,7 @@ class Scheduler:
         return work
 
     def fork(self) -> Iterator[Answer]:
-        """Yield new answers to computed prompts, as many as fit, each with the hidden state of the prompt's last token."""
+        """Yield new answers to computed prompts while there is room, each with the hidden state of the prompt's last token."""
         for request in list(self.waiting):
             while request.trunk is not None and len(self.running) < self.sequences:
                 if self.running and self.pool.available < len(self.running) + 1:
@@ -333,7 +333,7 @@ class Scheduler:
         return 1 << 62 if self.kept is None else self.kept.room - answer.place or self.kept.step
 
     def _slide(self, answer: Answer, kept: Kept) -> None:
-        """Once the cache is full, drop the first pages after the sinks; unshare later pages and queue their keys for rotation."""
+        """Drop the first pages after the sinks if the cache is full; then unshare later pages and queue their keys for rotation."""
         if answer.place < kept.room:
             return
         first, end, answer.sliding = kept.sinks // PAGE, (kept.sinks + kept.step) // PAGE, True

@@ -72,7 +72,7 @@ def kept_tokens(config: ModelConfig, sinks: int, window: int | None, whole: bool
         raise ValueError(f"the model has a sliding window of its own, {config.sliding_window} tokens: leave sinks and window out")
     if limits.room > config.max_position_embeddings:
         raise ValueError(
-            f"sinks {sinks} and window {window} hold up to {limits.room} tokens, a quarter of the window falls out at once: "
-            f"the model's context has {config.max_position_embeddings}"
+            f"sinks {sinks} and window {window} need room for {limits.room} tokens, since a quarter of the window is dropped at once; "
+            f"the model's context has only {config.max_position_embeddings}"
         )
     return limits

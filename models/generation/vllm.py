@@ -80,7 +80,7 @@ class VllmEngine:
         else:
             mode = "processed_logprobs"
         if self._llm is not None and mode != self._mode:
-            raise ValueError("vLLM was loaded for other parameters: use an engine for each way of sampling")
+            raise ValueError("vLLM was loaded for other parameters: use a separate engine for each way of sampling")
         if self._llm is None:
             self._mode, self._llm = mode, self._vllm.LLM(**self._settings, logprobs_mode=mode)
         return self._llm

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """The work to plan: tokens per prompt and answer, number of answers, tokens of the longest prompt with its answer (0: none longer)."""
+    """The work to plan: tokens per prompt and answer, number of answers, tokens of the longest prompt with its answer (0: all are equally
+    long)."""
 
     prompt: int = 512
     answer: int = 256

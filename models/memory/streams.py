@@ -29,7 +29,7 @@ GAP = 1 << 20  # two tensors are read together if at most this many bytes lie be
 
 
 class Place(NamedTuple):
-    """A tensor's place in a buffer; `start`: its byte offset there."""
+    """A tensor's place in a buffer. `start`: its byte offset in the buffer."""
 
     name: str
     dtype: torch.dtype

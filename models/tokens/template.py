@@ -122,7 +122,7 @@ class Template:
     template is untrusted: it is compiled and rendered in a separate process with limits on time and memory."""
 
     def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
-        """`special`: special tokens that the template may name (`bos_token`, …). Raise TemplateError if the template does not compile."""
+        """Compile a template. `special`: special tokens that it may name (`bos_token`, …). Raise TemplateError if it does not compile."""
         self.source = source
         self._given = (source if isinstance(source, str) else dict(source), dict(special))
         self._key = hashlib.sha256(json.dumps(self._given, sort_keys=True).encode()).digest()

@@ -41,8 +41,9 @@ class Tokenizer(ChatFormat):
         self, backend: tokenizers.Tokenizer, named: Mapping[str, str], template: str | Mapping[str, str] | None = None,
         stops: Sequence[int] = (), generation: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`named`: special tokens by their names (`bos_token`, …). `stops`: ids of tokens that end an answer, besides `eos_token`'s. Raise
-        TokenizerError if the vocabulary lacks a named special token, TemplateError if the template does not compile."""
+        """Make a tokenizer. `named`: special tokens by their names (`bos_token`, …). `stops`: ids of tokens that end an answer, besides
+        `eos_token`'s. Raise TokenizerError if the vocabulary lacks a named special token, TemplateError if the template does not
+        compile."""
         super().__init__(backend)
         self.named, self.generation = dict(named), dict(generation or {})
         if missing := [token for token in self.named.values() if self.id_of(token) is None]:

@@ -1,7 +1,7 @@
 """One training loop for every objective.
 
 A step's batch and learning rate are functions of the step's number, and the random generator is seeded from (seed, step). So the weights,
-the optimiser's moments and the running average are the whole state, and a resumed run is bit-identical (on a GPU if `deterministic`).
+the optimizer's moments and the running average are the whole state, and a resumed run is bit-identical (on a GPU if `deterministic`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def train(
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).
     After training, the trained weights are in fp32: the last step's, or the schedule's average. If the layout divides the model, its ranks
     hold them in pieces (`Transformer.held`); the model has whole weights only if `sampled`, while `batches` samples from it. state:
-    optimiser state to start from (`Trainer.adopt`), or the folder of an earlier training run; None: a fresh start. mesh: the ranks of the
+    optimizer state to start from (`Trainer.adopt`), or the folder of an earlier training run; None: a fresh start. mesh: the ranks of the
     layout; None: all processes. device: where this rank's pieces of weights are; None: the model's device.
 
     checkpoint_dir: folder of the run's state, saved every `checkpoint_every` steps (0: at no fixed step), by time, at the end, and before
@@ -115,7 +115,7 @@ def fingerprint(parallel: Parallel, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _adopt(trainer: Trainer, state: Mapping[str, Tensor] | Path | None) -> dict[str, str]:
-    """Load `state`, if given, into the optimisers. Return the fingerprints of the initial weights and, if given, of the state."""
+    """Load `state`, if given, into the optimizers. Return the fingerprints of the initial weights and, if given, of the state."""
     prints = {"initial": fingerprint(trainer.parallel, trainer.weights | trainer.parallel.frozen)}
     if state is None:
         return prints

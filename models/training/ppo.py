@@ -1,7 +1,8 @@
 """The driver of PPO and GRPO: sample, score, estimate advantages, update the policy (and PPO's critic), repeat.
 
-Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. While
-a rollout is sampled, scored waves are saved; between its updates, all inputs (not with `max_stale`). A CPU resumes with equal bits.
+Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. While a
+rollout is sampled, the scored waves are saved; between its updates, all inputs are saved (not with `max_stale`). On a CPU, a resumed run is
+bit-identical.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def train_grpo(
 
     The reward is the score, less `unfinished_penalty` if the answer was truncated. All tokens of an answer have the answer's advantage
     (`group_advantages`), or each step's tokens have the step's (`step_advantages`), less the whole answer's KL penalty (as in RLOO) over
-    its group's mean. The penalty is not divided by the rewards' deviation, or its noise would be all that equal rewards teach.
-    Groups whose advantages are all 0, but for `ROUNDING`, count in the mean but are not computed, unless there is an entropy bonus.
+    its group's mean. The penalty is not divided by the rewards' deviation: with equal rewards, the policy would then learn only the
+    penalty's noise. Groups whose advantages are all 0 (within `ROUNDING`) count in the mean but are not computed, unless there is an
+    entropy bonus.
     """
     config = rollouts.config
     objective = Ppo(

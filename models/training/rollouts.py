@@ -91,7 +91,8 @@ class Sampled:
 
 
 class Drawn(NamedTuple):
-    """A prompt with its answers and scores; `unscored`: how many have none. `unequal`: rewards (less if truncated) or steps differ."""
+    """A prompt with its answers and scores. `unscored`: number of answers without a score. `unequal`: True if rewards (lowered for
+    truncated answers) or steps differ."""
 
     prompt: list[int]
     completions: Sequence[Completion]

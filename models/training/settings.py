@@ -79,8 +79,8 @@ class ScheduleSettings(Settings):
         "cosine", description="After the warm-up: half a cosine, a linear decay, constant, or constant with a decay at the end (wsd)"
     )
     final_ratio: float = Field(0.0, ge=0, le=1, description="Rate at the end, as a share of the peak")
-    decay_steps: Steps = Field(0, ge=0, description="wsd: steps of the decay; below 1: share of all steps. cosine: all steps of the curve "
-        "with the warm-up, if the run ends before it; 0: the run's steps")  # fmt: skip
+    decay_steps: Steps = Field(0, ge=0, description="wsd: steps of the decay; below 1: share of all steps. cosine: steps of the whole "
+        "curve, warm-up included, if the run ends earlier; 0: the run's steps")  # fmt: skip
     anneal_steps: Steps = Field(
         0, ge=0, description="Last steps, in which the rate falls linearly to 0 (Llama 3, section 3.4.3); below 1: share of all steps"
     )

@@ -130,7 +130,7 @@ class Saver:
             self._save()
 
     def leave_if_asked(self) -> None:
-        """If a signal is waiting, save the state of the last complete step, and end the run in the middle of the current step."""
+        """Save the state of the last complete step if a signal is waiting, and end the run in the middle of the current step."""
         if self._stop.is_requested:
             self.save_if_due()
             self.end_if_asked()

@@ -1,4 +1,4 @@
-"""A trainer that runs optimisation steps on a model, with an objective and optimisers."""
+"""A trainer that runs optimization steps on a model, with an objective and optimizers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> Iterator[None]:
-    """Within the context, call `act` between the models' layers, in forward and backward passes; `act` may end a pass by an exception."""
+    """Call `act` between the models' layers, in forward and backward passes, within the context; `act` may end a pass by an exception."""
 
     def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         act()
@@ -97,11 +97,11 @@ def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> It
 
 
 class Trainer:
-    """A model with its objective and optimisers, trained step by step. The constructor raises ValueError if no weight is to be trained.
+    """A model with its objective and optimizers, trained step by step. The constructor raises ValueError if no weight is to be trained.
 
-    `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimiser updates while
-    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights. A step puts the
-    model into training mode and then restores its mode, so dropout in a model in evaluation mode acts only on steps.
+    `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimizer updates while
+    the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights. A step puts the model into training
+    mode and then restores its mode, so dropout in a model in evaluation mode acts only on steps.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Trainer:
             parameter.copy_(self.weights[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights and all state of their optimisers, by name."""
+        """Return the weights and all state of their optimizers, by name."""
         state: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             state[f"weight.{name}"] = weight.detach()
@@ -258,20 +258,20 @@ class Trainer:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite weights and optimiser state with a result of `self.tensors`; raise ValueError if names or shapes differ."""
+        """Overwrite weights and optimizer state with a result of `self.tensors`; raise ValueError if names or shapes differ."""
         own = self.tensors()
         shapes, saved_shapes = ({name: tensor.shape for name, tensor in some.items()} for some in (own, tensors))
         if different := sorted(name for name in own.keys() | tensors.keys() if shapes.get(name) != saved_shapes.get(name)):
             raise ValueError(f"the saved training state does not fit: {different[0]} is {saved_shapes.get(different[0])} in it, and "
-                             f"{shapes.get(different[0])} in this model with its optimiser; remove the state to begin anew")  # fmt: skip
+                             f"{shapes.get(different[0])} in this model with its optimizer; remove the state to begin anew")  # fmt: skip
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self._publish()
 
     @torch.no_grad()
     def adopt(self, state: Mapping[str, Tensor], in_pieces: bool = False) -> None:
-        """Overwrite the optimisers' state with another run's tensors `state.…`. `in_pieces`: they are this rank's pieces. Else they are
-        whole, and this rank takes its pieces, with zeros for new tokens. Raise ValueError if the optimisers or other shapes differ."""
+        """Overwrite the optimizers' state with another run's tensors `state.…`. `in_pieces`: they are this rank's pieces. Else they are
+        whole, and this rank takes its pieces, with zeros for new tokens. Raise ValueError if the optimizers or other shapes differ."""
         own = self.tensors()
         pieces = {name: self.parallel.piece_of(name, tensor) for name, tensor in own.items() if name in state}
         # Other ranks restore the state of other pipeline stages and of the matrices that they own.
@@ -289,7 +289,7 @@ class Trainer:
 
 
 def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: Mapping[str, float]) -> list[Optimizer | Owners]:
-    """Return the configured optimiser (as `Owners` for matrices split across ranks), and AdamW for the weights that it does not take.
+    """Return the configured optimizer (as `Owners` for matrices split across ranks), and AdamW for the weights that it does not take.
 
     A group's `scale` multiplies its learning rate: the parameter's value in `scales`, else 1, times `embedding_scale` for embeddings.
     Raise ValueError if `scales` names an unknown parameter.
@@ -362,7 +362,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Within the context, seed torch's default generators, which the adapters' dropout uses; then restore them."""
+    """Seed torch's default generators, which the adapters' dropout uses, within the context; then restore them."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -1,1 +1,1 @@
-"""Limits on what comes from others: sizes in the files of models, programs in files of models and users."""
+"""Limits on untrusted input: sizes in the files of models, and programs in the files of models and users."""

@@ -35,7 +35,7 @@ def read_object(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return content
 
 

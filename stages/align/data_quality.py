@@ -54,7 +54,7 @@ class Semantic(StageConfig):
     """Settings for removing near-duplicates in meaning."""
 
     clusters: int = Field(1, ge=1, description="Number of clusters; only rows in one cluster are compared. 1: all pairs, quadratic time")
-    max_similarity: float = Field(0.98, gt=0, le=1, description="Cosine similarity from which a dialogue is a near-duplicate of a kept one")
+    max_similarity: float = Field(0.98, gt=0, le=1, description="Minimum cosine similarity of a near-duplicate to a kept dialogue")
 
 
 class DataQualityConfig(BadRowsConfig, SeededConfig):
@@ -243,7 +243,8 @@ def _semantic_rule(rows: Sequence[Row], worth: dict[str, float], vectors: Vector
 
 
 def _worth(rows: Sequence[Row], difficulty: dict[str, float], grades: Graded | None) -> dict[str, float]:
-    """Return id → quality (the larger of reward rank and judge's points, 0 to 1) x (1 + difficulty). Both are 1 for rows without them."""
+    """Return id → quality x (1 + difficulty). Quality, 0 to 1, is the larger of reward rank and judge's points. An unknown quality or
+    difficulty counts as 1."""
     scored = sorted(row["score"] for row in rows if row["score"] is not None)
     worths = {}
     for row in rows:

@@ -177,8 +177,10 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 
 
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
-    """Return each example's prompt with answers of other examples, as many as it has itself; fewer if answers or tokens run out. Answers
-    are taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly once."""
+    """Return each example's prompt with the same number of answers, taken from other examples; fewer if answers or tokens run out.
+
+    Answers are taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly
+    once."""
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
     remaining: list[Example] = list(examples)

@@ -34,7 +34,7 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
 
     All answers to a prompt share one packed row. A ranking of more than three answers has one tier per rank; equal answers form no pair.
     With `head_only`, only the head is trained. The metric `heldout_accuracy` is the share of held-out pairs (chosen against rejected) that
-    are ordered correctly; `train_accuracy` is measured on random training prompts, as many as held-out prompts but at least 32.
+    are ordered correctly; `train_accuracy` is measured on as many random training prompts as there are held-out prompts, at least 32.
     `heldout_longer_accuracy` is the accuracy of always preferring the longer answer, `heldout_accuracy_LEVEL` that of the reward model on
     one level. `heldout_calibration_error` compares the probabilities implied by reward differences with observed shares. Preferences that
     the chat template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`."""

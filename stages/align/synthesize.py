@@ -158,7 +158,7 @@ def _answer_problems(problems: Sequence[Row], writer: Writer, check: Check, conf
 
 
 class Writer:
-    """The model that writes problems, tests and answers: stored or remote. The constructor raises PunaError unless one is given."""
+    """The model that writes problems, tests and answers: stored or remote. The constructor raises PunaError for neither or both."""
 
     def __init__(self, model: Artifact | None, config: SynthesizeConfig, run: StageRun) -> None:
         if (model is None) == (config.endpoint is None):

@@ -180,7 +180,7 @@ def stage(
     def declare(function: Callable[..., None]) -> Stage:
         name = function.__name__
         if kind not in KINDS:
-            raise TypeError(f"stage {name}: {kind!r} is no kind of artifact")
+            raise TypeError(f"stage {name}: {kind!r} is not a kind of artifact")
         if not function.__doc__:
             raise TypeError(f"stage {name}: needs a docstring")
         hints = get_type_hints(function, include_extras=True)

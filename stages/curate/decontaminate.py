@@ -29,7 +29,7 @@ DROPPED = table_schema("dropped").schema
 class DecontaminateConfig(StageConfig):
     n: int = Field(13, ge=2, le=50, description="Length of the compared n-grams, in words")
     min_characters: int = Field(25, ge=1, description="Minimum characters of a question of fewer than n words, which is matched as a whole")
-    fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Share of a prompt's rarity-weighted n-grams from which a passage is a match")
+    fuzzy_overlap: float = Field(0.8, gt=0, le=1, description="Minimum share of a prompt's rarity-weighted n-grams in a matching passage")
     fuzzy_n: int = Field(5, ge=2, le=50, description="Length of the short n-grams, in words")
     fuzzy_step: int = Field(3, ge=1, le=50, description="Step between the short n-grams of a document that are looked up, in words")
     fuzzy_misses: int = Field(10, ge=0, le=100, description="Maximum number of consecutive n-grams in a passage that the prompt lacks")
@@ -201,7 +201,7 @@ def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple
 
 
 def _find(documents: pa.Table, search: Search) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Return `keep` and `dropped`, the numbers of the prompts found, and prompt → (number of documents it matches best, first dropped
+    """Return `keep` and `dropped`; the indices of all prompts found; and prompt → (number of documents that match it best, first dropped
     row)."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()

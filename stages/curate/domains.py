@@ -73,7 +73,7 @@ def lexicon() -> Lexicon:
 
 
 def looked_at(text: str) -> NDArray[np.int64]:
-    """Return `seed_counts` of one text, in plain Python, which for a few pages takes less time than loading the compiled tokenizer."""
+    """Return `seed_counts` of one text. For a few pages, plain Python takes less time than loading the compiled tokenizer."""
     types, owner = seed_words()
     words = set(re.findall(r"[^\W_]+", text.lower()))
     return np.bincount([owner[word] for word in words if word in owner], minlength=len(types))

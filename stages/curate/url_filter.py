@@ -185,7 +185,8 @@ def _lines(name: str) -> list[str]:
 
 
 class Vocabulary(NamedTuple):
-    """Words in URLs. A word of `adult` (stem and ending) in the host drops a URL; `whole` words count; `ordinary` ones are harmless."""
+    """Words in URLs. `adult`: stems with endings, for words inside a host; `whole`: adult words that must stand alone; `ordinary`: harmless
+    words. `stems`, `early`: patterns that find adult stems; `longest`: length of the longest word."""
 
     stems: re.Pattern[str]
     early: re.Pattern[str]

@@ -41,7 +41,7 @@ class NeedleSettings(StageConfig):
             raise ValueError(f"passage must contain {{key}} and then {{value}}, once each, not {self.passage!r}")
         keys, values = len(set(self.key_words)), len(set(self.value_words))
         if self.pairs > min(keys, values) or (keys, values) != (len(self.key_words), len(self.value_words)):
-            raise ValueError(f"{self.pairs} pairs need as many different keys and values, not {keys} and {values}")
+            raise ValueError(f"{self.pairs} pairs need at least {self.pairs} different keys and values, not {keys} and {values}")
         return self
 
 

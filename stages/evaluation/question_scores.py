@@ -76,7 +76,7 @@ def with_letters(text: str, choices: Sequence[str]) -> str:
     """Return a question with lettered options, before its last line if that ends in a colon, else before a new last line. Raise PunaError
     for more options than letters."""
     if len(choices) > len(LETTERS):
-        raise PunaError(f"a question has {len(choices)} options, but there are not as many letters")
+        raise PunaError(f"a question has {len(choices)} options, but there are only {len(LETTERS)} letters")
     lines = "\n".join(f" {letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))
     head, _, last = text.rstrip().rpartition("\n")
     return f"{head}\n{lines}\n{last}" if head and last.endswith(":") else f"{text.rstrip()}\n{lines}\nAnswer:"

@@ -170,7 +170,8 @@ def _too_small(read: float, different: float, config: AnnealExperimentConfig) ->
 
 
 def _different(pools: Pools, number: int) -> tuple[npt.NDArray[np.bool_], int, float]:
-    """Return a mask [P] of a set's pieces of duplicate documents, the other pieces' tokens, and the share of the other documents."""
+    """Return a mask [P] of a set's pieces that belong to duplicate documents, the number of tokens in the other pieces, and the share of
+    documents that are not duplicates."""
     packed, heldout = pools.training[number], np.concatenate(pools.heldout[number])
     begin = heldout[0]  # also the end token, if the tokenizer has no BOS
     windows = {_digest(piece[piece != begin]) for piece in np.split(heldout, np.flatnonzero(heldout == begin)[1:])}

@@ -127,7 +127,8 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return sizes that grow as usual (`GROWTH`) from the ladder's best: few points leave the best uncertain. Raise PunaError if none."""
+    """Return sizes that grow as usual (`GROWTH`) from the ladder's best: few points leave the best uncertain. Raise PunaError if there are
+    none."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 
@@ -137,8 +138,8 @@ def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size
 
     if not (following := [size for size in sizes if follows(size)]):
         raise PunaError(
-            f"choose_size: no shape of the ladder's family fits the budget: up to width {WIDEST:,} none grows by the "
-            f"{GROWTH[0]}th to {GROWTH[1]}th power of the budget's growth over {largest:.2e} operations; give a model, or a larger ladder"
+            f"choose_size: no shape of the ladder's family fits the budget: up to width {WIDEST:,}, none grows with the budget "
+            f"(beyond {largest:.2e} operations) to the power of {GROWTH[0]} to {GROWTH[1]}; give a model, or a larger ladder"
         )
     return following
 

@@ -57,8 +57,8 @@ class PretrainConfig(SizedConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Return messages for: `model` and `size` together, settings that these determine, unfit optimizer state, and too little memory (for a
-    new model, embeddings do not count)."""
+    """Return messages for: `model` and `size` together, settings that these determine, optimizer state that does not fit, and too little
+    memory (for a new model, embeddings do not count)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]

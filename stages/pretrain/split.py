@@ -116,7 +116,8 @@ def _mixture(rows: pa.Table, sides: Sides, weights: dict[str, float]) -> dict[st
 
 @dataclass(frozen=True)
 class Sides:
-    """The rule that holds out a URL by its chance, a hash from 0 to 1: below `fraction` and not in `spared`, or in `chosen` (sorted)."""
+    """The rule that holds out URLs. A URL's chance is a hash from 0 to 1; the URL is held out if its chance is in `chosen` (sorted), or
+    below `fraction` and not in `spared`."""
 
     fraction: float
     chosen: NDArray[np.float64]

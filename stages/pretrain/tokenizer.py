@@ -39,8 +39,8 @@ def needs(config: TokenizerConfig, facts: Facts) -> list[str]:
 def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None, config: TokenizerConfig, run: StageRun) -> None:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016; Radford et al. 2019) with Llama 3's special tokens.
 
-    With a mixture, only its training documents are used. The sample is the documents with the smallest hashes, as many as fit into
-    `max_bytes` (at least one). One library call learns all merges, so Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and
+    With a mixture, only its training documents are used. The sample is the documents with the smallest hashes, up to a total of `max_bytes`
+    (at least one document). One library call learns all merges, so Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and
     128,000 tokens on two cores); after a kill it starts again. A tokenizer trained from scratch must decode the tokens of every sampled
     text to the same text. With a model, its tokenizer is reused for continued pretraining, and `new_tokens` tokens are learned from the
     sample and added."""

@@ -131,7 +131,7 @@ class _Edits:
 
 
 def _replace_tokens(known: _Text, text: _Text) -> str:
-    """Return the answer of `known`, with the tokens replaced that differ between its question and `text`."""
+    """Return the answer of `known`. A token of its question that is another one in `text` is replaced in the answer, too."""
     changes: dict[str, str] = {}
     for kind, a, b, c, d in SequenceMatcher(None, known.tokens, text.tokens, autojunk=False).get_opcodes():
         if kind == "replace":
@@ -140,8 +140,8 @@ def _replace_tokens(known: _Text, text: _Text) -> str:
 
 
 def _majority(known: Sequence[_Text]) -> Callable[[_Text], str]:
-    """Return a function from a question to an answer: the commonest token at each position of the known answers to questions of its form,
-    among those of the commonest length."""
+    """Return a function that answers a question from the known answers to questions of the same form or, without any, of the same task. It
+    gives the commonest token at each position of the answers of the commonest length."""
     pieces: dict[tuple[str, str], list[list[str]]] = defaultdict(list)
     for one in known:
         split = re.findall(rf"\s+|{TOKEN.pattern}", one.answer)

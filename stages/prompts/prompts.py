@@ -94,7 +94,9 @@ def questions(task: Task, config: PromptsConfig, seed: int, taken: set[str]) -> 
 
 
 def _held_out(structures: set[str], config: PromptsConfig) -> set[str]:
-    """Return the held-out structures: the share `heldout_fraction`, at least one; if each question has its own, those with small hashes."""
+    """Return the held-out structures: the share `heldout_fraction` of all, at least one, with the smallest hashes.
+
+    If each question has its own structure, each one's hash decides with this probability, regardless of the others."""
     if all(structure.startswith(ALONE) for structure in structures):
         return {one for one in structures if hash_of(config.seed, one.removeprefix(ALONE)) < config.heldout_fraction * 2**64}
     count = max(1, round(config.heldout_fraction * len(structures)))

@@ -126,7 +126,7 @@ def _join_chunks(body: bytes, limit: int) -> bytes:
 def _unbrotli(body: bytes, limit: int) -> bytes:
     out: bytes = BrotliReader(io.BytesIO(body)).read(limit + 1)
     if body and not out:
-        raise OSError("nothing in it")
+        raise OSError("it is empty")
     return out
 
 

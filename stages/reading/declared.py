@@ -101,7 +101,7 @@ def _skip_value(data: bytes, at: int, kind: int, depth: int) -> int:
 
 
 def stream_bytes(handle: BinaryIO) -> int:
-    """Return the bytes that the compressed buffers of an Arrow stream decompress to, by the length declared before each buffer."""
+    """Return the number of bytes to which an Arrow stream's compressed buffers decompress, by the length declared before each buffer."""
     place, total = handle.tell(), 0
     try:
         while len(head := handle.read(4)) == 4 and (size := struct.unpack("<i", head)[0]):

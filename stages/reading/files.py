@@ -49,7 +49,7 @@ class Unpacking:
         self._bytes += size + RECORD_BYTES * records
         if self._bytes > max(FREE_BYTES, RATIO * self._packed):
             raise PunaError(
-                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more, as in files made to fill a machine. "
+                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more, like a decompression bomb. "
                 "If you trust the file, unpack it yourself and give the unpacked file, as JSON Lines or CSV"
             )
 

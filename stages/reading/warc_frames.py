@@ -300,9 +300,10 @@ class _Buffer:
                 return False
 
     def header(self) -> bytes | None:
-        """Return the header with its blank line, or up to the next record; None if truncated or longer than `MAX_HEADER_BYTES`.
+        """Return the header up to its blank line, inclusive, or up to the next record if that begins first.
 
-        Bytes after the header are not scanned, so that many false starts do not take quadratic time."""
+        Return None if the header is truncated or longer than `MAX_HEADER_BYTES`. Bytes after the
+        header are not scanned, so that many false starts do not take quadratic time."""
         searched = 0
         while True:
             if match := HEADER_END_OR_START.search(self._data, searched):

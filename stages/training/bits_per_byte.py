@@ -171,7 +171,7 @@ def _earlier(groups: Ints, values: Ints) -> Ints:
 
 
 def _interpolate(counts: Ints, totals: Ints, kinds: Ints, lower: Floats) -> Floats:
-    """Return Witten-Bell probabilities, interpolated with the lower order's, `lower`; for an unseen context, `lower` itself."""
+    """Return Witten-Bell probabilities, interpolated with those of the lower order (`lower`); for an unseen context, `lower` itself."""
     below = np.maximum(totals + kinds, 1)
     return np.where(totals > 0, (counts + kinds * lower) / below, lower)
 

@@ -90,9 +90,9 @@ Ranked = tuple[int, str, int, Any]
 
 
 def smallest(found: Iterable[Iterable[Ranked]], most: int, held: int = 10_000) -> list[Ranked]:
-    """Return the documents with the smallest hashes, in order, as many as fit into `most` bytes (at least one).
+    """Return the documents with the smallest hashes, in order, up to a total of `most` bytes (at least one document).
 
-    Besides the best rows so far, about as many new rows are in memory, or about `held` if that is more."""
+    Memory holds the best rows so far and about the same number of new rows, or about `held` new rows if that is more."""
     documents: list[Ranked] = []
     waiting: list[Ranked] = []
     for rows in found:

@@ -45,7 +45,7 @@ def by_tier(row: dict[str, Any]) -> Tiers:
     (edited, best, worst), between = _sides(row)
     if not best or not worst:
         phrase = "a good answer is" if best else "a bad answer is" if worst else "no answer is"
-        raise BadRow("one_sided", f"row {row['id']}: only {phrase} known, which compares nothing; loss kto of dpo can learn from it")
+        raise BadRow("one_sided", f"row {row['id']}: only {phrase} known: nothing to compare; loss kto of dpo can learn from it")
     return [*([edited] if edited else []), best, *between, worst]
 
 

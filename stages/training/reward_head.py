@@ -42,8 +42,8 @@ def fit_head(model: Transformer, examples: Sequence[Example], micro_batch_tokens
     """Fit the model's scalar head to these rankings, with equal weight for each example. Nothing else changes.
 
     The penalty is the one in `PENALTIES` whose fits best predict left-out examples (ties go to the largest). Metrics: `penalty`, and with
-    more than `FOLDS` examples `cross_validated_accuracy`: each pair is judged by a fit, penalty included, without its example's fold. The
-    baseline `cross_validated_longer_accuracy` prefers the longer answer."""
+    more than `FOLDS` examples `cross_validated_accuracy`: each pair is judged by a head that was fitted, penalty included, without its
+    example's fold. The baseline `cross_validated_longer_accuracy` prefers the longer answer."""
     import torch
 
     computed = answer_states(model, examples, micro_batch_tokens, run.progress, run.scratch / "states")
@@ -73,7 +73,7 @@ def pairs_of(states: Sequence[Tensor], examples: Sequence[Example], folds: Tenso
 
 
 def fold_of_each(examples: Sequence[Example], generator: np.random.Generator) -> Tensor:
-    """Return the fold of each example, int64. Examples of the same prompt, whose answers do not fit into one, are in the same fold."""
+    """Return the fold of each example, int64. If a prompt's answers need several examples, these are in the same fold."""
     import torch
 
     prompts = _prompt_numbers(examples)
@@ -132,8 +132,8 @@ def best_penalty(pairs: Pairs, scratch: Path | None = None) -> float:
 
 
 def cross_validated(pairs: Pairs, scratch: Path | None = None) -> float:
-    """Return the share of left-out pairs in the right order, each judged by a fit, penalty included, to the other folds. The fits are saved
-    in `scratch`."""
+    """Return the share of left-out pairs in the right order. Each is judged by a head fitted to the other folds, with a penalty chosen on
+    them. The fits are saved in `scratch`."""
     right = 0.0
     for number in pairs.fold.unique().tolist():
         out = pairs.fold == number

@@ -272,8 +272,8 @@ def fit_power(x: npt.ArrayLike, y: npt.ArrayLike) -> Power:
 
 
 def rows_and_rate(sizes: npt.ArrayLike, rows: npt.ArrayLike, rates: npt.ArrayLike, size: float) -> tuple[int, float]:
-    """Return the rule of the ladder and of the runs that it predicts: rows per step and learning rate of a model with `size` parameters,
-    by the power laws through those of models with `sizes` parameters."""
+    """Return rows per step and learning rate for a model with `size` parameters, by power laws through `rows` and `rates` at `sizes`. The
+    ladder and the runs that it predicts share this rule."""
     many, rate = (fit_power(sizes, values)(size) for values in (rows, rates))
     return max(1, round(many)), rate
 
@@ -289,7 +289,7 @@ class Parabola:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Return parameters and loss at the minimum; None if the parabola has no minimum within the range of its points."""
+        """Return the parameter count and the loss at the minimum; None if the parabola has no minimum within the range of its points."""
         a, b, _ = self.coefficients
         if a <= 0:
             return None

@@ -68,7 +68,7 @@ class SftConfig(AdaptableConfig):
     )
     answers_together: int = Field(1, ge=1, le=1024, description="Maximum answers to a prompt in one example, whose prompt is computed once")
     neftune_alpha: float = Field(
-        0.0, ge=0, le=100, description="Uniform noise on embeddings in training, up to this / sqrt(mean tokens of an example x model "
+        0.0, ge=0, le=100, description="Uniform noise on embeddings in training, up to value / sqrt(mean tokens of an example x model "
         "width) (NEFTune, Jain et al. 2023, uses 5 to 15); needs engine puna; 0: none"
     )  # fmt: skip
     more_steps: int = Field(0, ge=0, description="Additional steps beyond those of `training`, for a control run of RL")

@@ -283,7 +283,7 @@ def training_precision(compute: ComputeSettings, run: StageRun) -> Precision:
 
 def write_log(log: Sequence[dict[str, float]], run: StageRun) -> None:
     """Write the table `training_log`, a figure of the loss, and metrics: steps, tokens and the mean loss of the last tenth of steps. Raise
-    PunaError if the loss is not finite in any step."""
+    PunaError if no step has a finite loss."""
     rows = [{**row, "step": int(row["step"]), "tokens": int(row["tokens"])} for row in log]
     run.write_rows(rows, "training_log")
     run.metric("steps", len(rows))

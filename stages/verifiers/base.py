@@ -159,7 +159,7 @@ class ScoringConfig(StageConfig):
     """Limits of scoring by verifiers."""
 
     seconds: float = Field(
-        10.0, gt=0, le=600, description="Maximum CPU seconds to score an answer (wall time: tenfold); beyond, no score (verifier code: 0)"
+        10.0, gt=0, le=600, description="Maximum CPU seconds (wall time: tenfold) per answer; after that, no score (verifier code: 0)"
     )
     memory_mb: int = Field(512, ge=64, le=1 << 20, description="Maximum total memory of a program's processes, in MiB")
     disk_mb: int = Field(64, ge=1, le=1 << 20, description="Maximum size of a program's files, in MiB")

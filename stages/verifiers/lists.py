@@ -35,10 +35,12 @@ class Numbers(BoundedVerifier):
     @model_validator(mode="after")
     def _can_be_answered(self) -> Numbers:
         if self.digits and (len(self.digits) != self.count or not all(0 <= digit <= 9 for digit in self.digits)):
-            raise ValueError(f"digits must be {self.count} of 0 to 9, not {list(self.digits)}")
+            raise ValueError(f"digits must be {self.count} digits from 0 to 9, not {list(self.digits)}")
         allowed = sum(n % self.divisor == self.remainder for n in range(self.lower, min(self.upper, self.lower + 1000 * self.divisor) + 1))
         if allowed < (1 if self.order == "any" else self.count):
-            raise ValueError(f"only {allowed} numbers from {self.lower} to {self.upper} leave {self.remainder} by {self.divisor}: too few")
+            raise ValueError(
+                f"only {allowed} numbers from {self.lower} to {self.upper} leave {self.remainder} when divided by {self.divisor}: too few"
+            )
         return self
 
     def score(self, question: Question, answer: str) -> Score:
@@ -80,7 +82,7 @@ class Choice(BoundedVerifier):
         if wrong := [index for index in self.right if not 0 <= index < len(self.options)]:
             raise ValueError(f"right: {wrong[0]} is not an index of {len(self.options)} options")
         if self.labels and (len(self.labels) != len(self.options) or len({label.casefold() for label in self.labels}) < len(self.labels)):
-            raise ValueError(f"{len(self.options)} options need as many different labels, not {', '.join(self.labels)}")
+            raise ValueError(f"{len(self.options)} options need {len(self.options)} different labels, not {', '.join(self.labels)}")
         return self
 
     def score(self, question: Question, answer: str) -> Score:

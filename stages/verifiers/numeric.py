@@ -1,4 +1,4 @@
-"""`numeric`: compares the number in the answer with the expected number."""
+"""`numeric`: a comparison of the number in the answer with the expected number."""
 
 from __future__ import annotations
 

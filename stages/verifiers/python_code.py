@@ -72,7 +72,7 @@ def _run(code: Code, answer: str, config: ScoringConfig) -> Score:
 
 def program(answer: str) -> str:
     closed, opened = FENCE.findall(answer), FENCE.findall(f"{answer}\n```")
-    for blocks in (closed, opened):  # a truncated block, which may be no program, counts only without a closed one
+    for blocks in (closed, opened):  # a truncated block, which may not be a program, counts only without a closed one
         if sources := [text for language, text in blocks if language.lower() in PYTHON]:
             return "\n".join(sources)
     return str((closed or opened or [("", answer)])[-1][1])

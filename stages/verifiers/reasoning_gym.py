@@ -98,7 +98,7 @@ PROBLEMS = {"bitwise_arithmetic": re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0
 class ReasoningGym(Verifier):
     """Score by the generator's scorer, run on the whole answer if that is right or marks no final answer, else on the marked final answer.
 
-    The scorer alone lowers the score of long texts: "The answer is -4" would get .125 although it is right."""
+    By itself, the scorer lowers the score of long texts: "The answer is -4" would get .125 although it is right."""
 
     name: ClassVar[str] = "reasoning_gym"
 

@@ -208,12 +208,13 @@ def usage_of(job: Job) -> tuple[int, float]:
 
 
 def files_in_memory() -> int:
-    """Return the bytes used by the files in `/work`, a file system in memory: contents and inodes."""
+    """Return the number of bytes used by the files in `/work`, a file system in memory: contents and inodes."""
     size = os.statvfs("/work")
     return (size.f_blocks - size.f_bfree) * size.f_frsize + (size.f_files - size.f_ffree) * INODE_BYTES
 
 
 def kernel_holds(socket_bytes: int) -> int:
-    """Return the bytes counted for file locks and Unix sockets: per socket a full buffer and one more message of the same size."""
+    """Return the number of bytes counted for file locks and Unix sockets: per socket a full buffer and one more message of the same
+    size."""
     with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # bytes: programs choose socket names
         return sum(2 * socket_bytes for _ in sockets) + sum(LOCK_BYTES for _ in locks)

@@ -83,8 +83,8 @@ class Link(Peer):
         return [packing.encode(next(kinds)), packing.encode([str(part) for part in error.args]), "", "", None]
 
     def rebuild(self, described: list[Any], objects: list[Any], function: Any) -> BaseException:
-        """Return the program's exception: a RuntimeError for `STOPS` unless `function` is `next`; an Exception if its class cannot be
-        built."""
+        """Return the exception that the program raised: a RuntimeError instead of one of `STOPS`, unless `function` is `next`; an Exception
+        if its class cannot be built."""
         kind, args, text, where, itself = [self.decode(part, objects) for part in described]
         if not issubclass(kind, BaseException):
             raise TypeError("no error")
@@ -136,8 +136,8 @@ def operand(value: Any) -> Any:
 
 
 def apply(function: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """Apply an operator, to data here, to two Remotes in the program's process. Data and a Remote are unequal; any operator but == and !=
-    raises TypeError for them."""
+    """Apply an operator: to data in this process, to two Remotes in the program's. A Remote never equals data; for these two, operators
+    other than == and != raise TypeError."""
     one, other = operand(one), operand(other)
     there = [type(value) is Remote for value in (one, other)]
     if not any(there):

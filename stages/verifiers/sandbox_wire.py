@@ -81,7 +81,7 @@ VALUES: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any] | None]] 
     "datetime.timedelta": (_fields("days", "seconds", "microseconds"), None),
     "datetime.timezone": (lambda v: [v.utcoffset(None)], None),
 }
-"""Immutable values by class name: functions that return a value's parts, and make a value from parts (None: the class itself)."""
+"""Immutable values by class name: a function that returns a value's parts, and one that makes a value from parts (None: the class)."""
 
 
 class Ended(BaseException):

@@ -317,7 +317,7 @@ TELLING = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>{% endf
 
 
 def scripted(*texts):
-    """A client of a server whose answer number i is `texts[i]`, token by token; its template tells of tools."""
+    """A client of a server whose answer number i is `texts[i]`, token by token; its chat template mentions tools."""
     tokenizer = TOKENIZER.with_template(TELLING)
     scripts = [[*tokenizer.encode(text), tokenizer.stop_ids[0]] for text in texts]
     engine = Engine(Transformer(SHAPE.replace(max_position_embeddings=1024), seed=0), tokenizer)
@@ -346,7 +346,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("text", "content", "calls"), ANSWERS)
 def test_calls_of_tools_are_told_in_openais_shape(text, content, calls):
-    """What is no call of the request's tools stays text."""
+    """Text that is not a call of one of the request's tools stays text."""
     body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 200, "n": 2}
     with scripted(text, "Hello") as client:
         choice, other = client.post("/v1/chat/completions", json=body).json()["choices"]

@@ -221,7 +221,7 @@ def pieces():
 
 
 def test_a_completion_goes_on_where_its_prompt_ends(pieces):
-    """With its blanks: in the text, its tokens and their alternatives, and the places of the tokens."""
+    """The blanks at the boundary are kept in the text, the tokens, their alternatives and offsets."""
     tokenizer, client = pieces
     bias = {str(tokenizer.id_of(token)): 600 for token in ("▁be", "▁x", "x")}
     some = [{"prompt": "to be é to", "max_tokens": 12, "seed": seed, "temperature": 10, "logit_bias": bias} for seed in range(9)]

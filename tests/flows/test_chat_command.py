@@ -56,7 +56,7 @@ def test_chat_keeps_the_conversation_until_a_new_one(folder):
 
 
 def test_a_question_too_long_ends_no_talk_in_a_terminal(folder, monkeypatch):
-    """The too long question is dropped, and the next one is answered like a first question. With piped input, the command ends with the
+    """A question that is too long is dropped, and the next one is answered like a first question. With piped input, the command ends with the
     error."""
     given = "to be " * 300 + "\nto be?\n"
     with pytest.raises(PunaError, match="the model's context 512: start a new one with /new"):
@@ -141,7 +141,7 @@ def test_generate_holds_answers_to_a_schema_and_guesses_change_nothing(folder, t
     file.write_text('{"not": {}}')
     with pytest.raises(PunaError, match=r"schema.json: the JSON schema cannot be enforced"):
         puna("generate", folder, "to be", "--schema", str(file))
-    with pytest.raises(PunaError, match="give one of them"):
+    with pytest.raises(PunaError, match="set only one of the two"):
         file.write_text("{}")
         puna("generate", folder, "to be", "--schema", str(file), "--speculate", "4")
 
@@ -159,7 +159,7 @@ def test_generate_searches_for_an_answer_and_tells_its_cost(folder):
     ("options", "message"),
     [
         (["--verifier", "{}"], "add --search best"),
-        (["--search", "best", "--temperature", "0"], "at --temperature 0 are all alike"),
+        (["--search", "best", "--temperature", "0"], "which are all equal at --temperature 0"),
         (["--search", "best", "--n", "4", "--verifier", "{"], "--verifier is not JSON"),
         (["--search", "best", "--n", "4", "--verifier", '{"name": "judge", "rubric": "?"}'], "use the stage evaluate"),
         (["--search", "best"], "n"),

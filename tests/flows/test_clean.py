@@ -47,7 +47,7 @@ def test_the_fields_of_rows(row: dict, page: str, html: bool, url: str | None) -
 
 @pytest.mark.parametrize("name", ["url", "link"])
 def test_pages_without_an_address_are_kept(tmp_path: Path, name: str) -> None:
-    """A null address, or none at all in rows after those that are looked at or, where it has the usual name, in any row."""
+    """A null address; or no address field in rows after the sampled ones, or in any row if the field has its usual name."""
     rows = [{"text": prose(n), name: f"https://x.org/{n}" if n % 3 else None} for n in range(60)]
     rows += [{"text": prose(n)} for n in range(60, 64)] if name == "url" else []
     file = tmp_path / "rows.jsonl"

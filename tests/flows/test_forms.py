@@ -1,5 +1,4 @@
-"""The forms of stages: the command that a form stands for, files with odd names, the sample where files may be left out, and stages of
-one's own."""
+"""The forms of stages: the command that a form stands for, files with odd names, the sample as default input, and a user's own stages."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from puna.storage.explain import flat
 
 
 def test_the_command_of_a_form_gives_the_forms_configuration() -> None:
-    """The log of a run tells this command, also where the form began with a recipe's values."""
+    """A run's log shows this command, even if the form was filled from a recipe."""
     checked = 0
     for offer in offers():
         values = defaults(offer).get("config") if isinstance(offer.what, Stage) else None

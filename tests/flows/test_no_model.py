@@ -1,4 +1,4 @@
-"""Baselines without a model: the answer of each, and that on no recipe's tasks the nearest gold answer is usually right."""
+"""Baselines without a model: each one's answer, and a check that on no recipe's tasks is the nearest gold answer usually right."""
 
 from __future__ import annotations
 

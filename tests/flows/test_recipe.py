@@ -80,7 +80,7 @@ def test_the_aliases_of_the_pipeline() -> None:
 
 
 def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
-    """Each arm starts where the round starts, with as many checks of answers to 600 prompts, as many updates and as many answers in them:
+    """Each arm starts from the round's model and has the same number of checks (answers to 600 prompts), updates and trained answers,
     at once or in parts."""
     recipe = load("demo", ["rounds=1", "more_controls=true"])
     order, rl, again = labels(recipe), config_of(recipe, "grpo_1"), config_of(recipe, "sft_again_1").training
@@ -368,7 +368,7 @@ def test_a_wrong_addition_is_named(added: str, message: str) -> None:
 
 def test_a_place_that_is_not_there_is_named() -> None:
     recipe = load("demo", ["add={again: {stage: line_dedup, after: minhash}}"], "curate")
-    assert trace(flow_named("curate"), recipe).complaints == ["add.again: minhash is no step of curate; did you mean minhash_dedup?"]
+    assert trace(flow_named("curate"), recipe).complaints == ["add.again: minhash is not a step of curate; did you mean minhash_dedup?"]
 
 
 # --- values ------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_a_change_reaches_a_nested_field_and_a_member_of_a_list() -> None:
     [
         ("select.gopher_quality.min_wrods=60", "select.gopher_quality.min_wrods: no such field; did you mean min_words"),
         ("pretrain.phases=[{stpes: 3}]", "pretrain.phases.0.stpes: no such field; did you mean steps"),
-        ("pretrain.phases.4.steps=3", "4 is no index of a list of 1"),
+        ("pretrain.phases.4.steps=3", "4 is not an index of a list of 1"),
         ("url_filter.x=1", "url_filter.x: no such field; there are "),
         ("line_dedup.max_occurrences=0", "line_dedup.max_occurrences: .*greater than or equal to 1"),
         ("line_dedup=[{max_occurrences: 0}]", "line_dedup.0.max_occurrences: .*greater than or equal to 1"),

@@ -92,7 +92,7 @@ def test_a_step_tells_the_rows_that_its_artifact_has(tmp_path: Path, capsys: pyt
 
 
 def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    """A path, a metric or a task may hold them."""
+    """A path, a metric or a task may contain brackets."""
     with Console(json=False) as console:
         console.say("report: /data/[old]/runs/x.html, [/INST]")
         console.fail_step("[red]step")

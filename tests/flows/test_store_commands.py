@@ -222,7 +222,7 @@ def test_columns_of_one_name_are_all_shown(store: Store) -> None:
 
 
 def test_a_misspelt_kind_is_an_error(store: Store) -> None:
-    with pytest.raises(PunaError, match=r"'document' is no kind of artifact; did you mean documents\? The kinds are pages, "):
+    with pytest.raises(PunaError, match=r"'document' is not a kind of artifact; did you mean documents\? The kinds are pages, "):
         run(store, "list", "document")
     with pytest.raises(PunaError, match="did you mean signals"):
         run(store, "show", "signal/abcd")

@@ -32,7 +32,7 @@ def test_routing_by_hand():
     assert chosen.tolist() == [[1, 2]]
     torch.testing.assert_close(weight, torch.tensor([[2 / 3, 1 / 3]]))
     torch.testing.assert_close(p, torch.tensor([[0.1, 0.6, 0.3]]))
-    with pytest.raises(ValueError, match="of 3 experts"):
+    with pytest.raises(ValueError, match="number of experts, 3, not 4"):
         top_k_routing(logits, 4, True)
 
 

@@ -570,7 +570,7 @@ def test_bad_requests_are_refused(model):
         ({"logit_bias": {1: math.inf}}, "must be finite"),
         ({"seed": -1}, "seed must not be negative"),
         ({"speculate": -1}, "speculate must not be negative"),
-        ({"speculate": 2, "mask": bool}, "give one of them"),
+        ({"speculate": 2, "mask": bool}, "set only one of the two"),
     ):
         with pytest.raises(ValueError, match=message):
             SamplingParams(**wrong)

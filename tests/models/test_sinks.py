@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused():
         ({"sinks": 16}, "only with a window"),
         ({"sinks": 4, "window": 64}, "whole pages of 16 tokens"),
         ({"sinks": 0, "window": 0}, "whole pages of 16 tokens"),
-        ({"sinks": 16, "window": 256}, "the model's context has 256"),
+        ({"sinks": 16, "window": 256}, "the model's context has only 256"),
         ({"sinks": 16, "window": 64, "exact": True}, "exact"),
     ):
         with pytest.raises(ValueError, match=told):

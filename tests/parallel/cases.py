@@ -749,7 +749,7 @@ def listed(members: Sequence[int], folder: str) -> int:
 
 
 def remembered(members: Sequence[int], folder: str) -> list[int]:
-    """Return a wave of answers as a rank reads it which, but for the first one, sees no file of it, and how often the rank made it anew."""
+    """Return a wave of answers as read by a rank that, unless it is rank 0, sees no file of the wave; and how often it computed the wave again."""
     source, made = Source.__new__(Source), itertools.count()
     source.groups, source._folder, source._names, source.follow = Groups(Layout(data=len(members)), 0, members), Path(folder), "run", lambda: None
     file = Path(folder, "rollout-1-run", "0-0.json")

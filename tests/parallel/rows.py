@@ -1,4 +1,4 @@
-"""Comparisons with one process: a table of layouts, objectives and models, and what of them no row proves."""
+"""Comparisons with one process: a table of layouts, objectives and models, and the combinations that no row proves."""
 
 from __future__ import annotations
 

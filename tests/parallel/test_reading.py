@@ -182,14 +182,14 @@ def test_only_the_first_rank_asks_the_verifiers(ranks: Run, store: Store, model:
 
 
 def test_all_ranks_learn_from_the_same_answers(ranks: Run, store: Store, model: Callable[..., Artifact]) -> None:  # noqa: F811
-    """Each samples answers that the others would not."""
+    """Each rank would sample different answers."""
     config, given = CONFIGS["distill"], sent(inputs(store, "distill", model(3), model(4)))
     first, *others = ranks("learned", 8, store=str(store.root), name="distill", config=config, inputs=given)
     assert first and all(own == first for own in others)
 
 
 def test_all_ranks_decide_about_a_phase_and_an_average_as_the_first_one(ranks: Run, tmp_path: Path) -> None:
-    """Those who see another loss and another accuracy would take what it refuses."""
+    """Other ranks, which see another loss and accuracy, would accept what rank 0 refuses."""
     assert ranks("decided", 8, folder=str(tmp_path)) == 8 * [{"accepted": False, "kept": False}]
 
 

@@ -144,7 +144,7 @@ print("with another:", *(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pi
 
 
 def test_the_loss_of_an_agent_with_its_ranks_ends_the_others_and_another_agent_takes_its_place(tmp_path: Path):
-    """Without the agent that holds the agents' store none goes on. Without another one, all go on when an agent comes in its place."""
+    """If the agent that holds the agents' store is lost, none continues. If another agent is lost, all continue once an agent replaces it."""
     command = [sys.executable, "-c", LOST, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as agents:
         try:
@@ -298,7 +298,7 @@ else:
 
 
 def test_lines_of_other_ranks_reach_the_first_one_which_leaves_when_all_have_ended(capfd: pytest.CaptureFixture[str]):
-    """It holds the store, at which the others look once a second."""
+    """Rank 0 holds the store, which the other ranks poll once a second."""
     assert processes.start([sys.executable, "-c", TOLD], 3) == 0
     lines = [f"rank {rank}: {line}" for rank in (1, 2) for line in ("one", "two of sft")]
     assert capfd.readouterr().out.splitlines()[-1] == str(lines)
@@ -316,7 +316,7 @@ except ConnectionError as error:
 
 
 @pytest.mark.parametrize("more, problem", [
-    ({}, "could not connect to all: rank 1 did not come within 0:00:01: start all 2"),
+    ({}, "could not connect to all: rank 1 did not join within 0:00:01: start all 2"),
     ({"WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "nope0"}, "Unable to find address for: nope0; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface"),
 ], ids=["rank", "interface"])
 def test_a_missing_rank_and_a_missing_interface_are_named(more: dict[str, str], problem: str):

@@ -104,14 +104,14 @@ def test_moments_of_whole_weights_are_taken_by_every_layout(ranks: Run, tmp_path
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_reference_is_the_same_in_every_layout(ranks: Run, layout: dict[str, int], precision: str):
-    """A run that goes on under another layout compares it with that of its state."""
+    """A run that resumes under another layout compares the reference with the one in its saved state."""
     (one,) = ranks("printed", 1, layout={}, precision=precision)
     assert ranks("printed", size(layout), layout=layout, precision=precision) == [one] * size(layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_new_tokens_begin_without_moments_in_every_layout(ranks: Run, layout: dict[str, int]):
-    """Of 37 tokens 18 are new: the old moments have as many rows as a rank's half of all."""
+    """Of 37 tokens, 18 are new, so the old moments have the same number of rows as a rank's half of all."""
     assert ranks("grown", size(layout), layout=layout, lacking=18) == [[]] * size(layout)
 
 

@@ -151,7 +151,7 @@ def addressed(store: Store) -> dict[bool, TestClient]:
 
 
 def test_questions_of_pages_leave_half_of_the_memory() -> None:
-    """Queries and their plans, as many as run at one time, each with the maximum memory."""
+    """The maximum number of concurrent queries and plans, each with the maximum memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine / 2 >= 2 * bounded.AT_ONCE * bounded.MEMORY_BYTES
 

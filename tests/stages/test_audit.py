@@ -1,4 +1,4 @@
-"""The audit of keys finds code and data that a stage uses without their being in its key."""
+"""The audit of keys finds code and data that a stage uses that are not in its key."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ def test_what_changes_something_counts(tree: Path, old: str, new: str) -> None:
 
 @pytest.mark.parametrize(("decorator", "counts"), [("@signal(unit='')", True), ("@contract.signal(unit='')", True), ("@wraps(print)", False)])
 def test_the_type_of_a_signal_counts(tree: Path, decorator: str, counts: bool) -> None:
-    """It is the type of a column; other annotations of functions change no output."""
+    """The return annotation is the type of a column; other annotations of functions change no output."""
     (tree / "stages/work.py").write_text(f"{decorator}\ndef work(text: str) -> float:\n    return len(text)\n\nclass Config:\n    pass\n")
     before = version()
     edit(tree, "stages/work.py", "text: str", "text: Text")

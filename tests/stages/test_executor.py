@@ -83,7 +83,7 @@ def test_a_worker_that_is_killed_costs_its_parts_and_not_the_run(pool: Executor,
 
 
 def test_what_is_under_way_is_not_waited_for_when_work_is_stopped(tmp_path: Path) -> None:
-    """Nor for a part that was restarted because Ctrl-C ended its first worker before it reached the driver."""
+    """This also holds for a part that was restarted because Ctrl-C ended its first worker before it reached the driver."""
     pool = connect("processes", 2)
     assert pool is not None
     part = pool.submit(never_ends, str(tmp_path))

@@ -65,7 +65,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path, text: str, message: str) -
 
 @pytest.mark.parametrize("inside", [b"", b"/page.html"])
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path: Path, inside: bytes) -> None:
-    """No manifest could name it."""
+    """No manifest could name such a path."""
     folder = os.fsencode(tmp_path) + b"/pages\xff"
     os.mkdir(folder)
     Path(os.fsdecode(folder + b"/page.html")).write_text("<p>")

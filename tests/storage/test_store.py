@@ -144,7 +144,7 @@ def test_resolving_names(tmp_path: Path) -> None:
     assert store.resolve(made.id) == store.resolve(made.key) == store.resolve(made.key[:8]) == made
     for wrong, message in (
         ("ffff0000", "no such artifact"),
-        ("cats/abcd", "no kind of artifact"),
+        ("cats/abcd", "not a kind of artifact"),
         ("ab", "at least 4"),
         ("x@y", "no such alias"),
     ):
@@ -359,7 +359,7 @@ def test_what_a_killed_process_had_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_two_processes_may_remove_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gc` removes what is in the quarantine, also what a run is just removing there."""
+    """`gc` empties the quarantine, even of a folder that a run is removing at the same time."""
     store, rmtree = Store.open(tmp_path), shutil.rmtree
     (store.files.scratch("work/abc") / "part").write_text("x")
 

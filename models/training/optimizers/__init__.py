@@ -1,4 +1,4 @@
-"""Optimisers by name: classes in this folder's files, and in other packages (entry points `puna.optimizers`)."""
+"""Optimizers by name: classes in this folder's files, and in other packages (entry points `puna.optimizers`)."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""The optimiser AdamW, computed by `puna.kernels.adamw`."""
+"""The optimizer AdamW, computed by `puna.kernels.adamw`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AdamW(Optimizer):
-    """The optimiser AdamW, with the state of torch.optim.AdamW and its names: `step` (on the CPU), `exp_avg`, `exp_avg_sq`."""
+    """The optimizer AdamW, with the state of torch.optim.AdamW and its names: `step` (on the CPU), `exp_avg`, `exp_avg_sq`."""
 
     name = "adamw"
     description = "AdamW for all weights"

@@ -1,4 +1,4 @@
-"""The base class of optimisers, which declare their parameters, state per weight, memory and default learning rate.
+"""The base class of optimizers, which declare their parameters, state per weight, memory and default learning rate.
 
 No file of this folder imports torch before an update is computed, because forms and preflight checks read the declarations.
 """
@@ -35,7 +35,7 @@ class Group:
 
 
 class Optimizer(ABC):
-    """An optimiser, which updates weights from their gradients. A subclass is registered by its `name`.
+    """An optimizer, which updates weights from their gradients. A subclass is registered by its `name`.
 
     name            the value of `optimizer.name` in a recipe
     description     a clause for the help of that setting
@@ -43,7 +43,7 @@ class Optimizer(ABC):
     learning_rate   the default peak learning rate of a schedule
     whole_matrices  True if an update needs a whole matrix of a layer; AdamW then updates all other weights
 
-    Keyword-only parameters of `__init__` are the optimiser's own: `optimizer.parameters` of a recipe, checked by their annotations.
+    Keyword-only parameters of `__init__` are the optimizer's own: `optimizer.parameters` of a recipe, checked by their annotations.
     """
 
     name: ClassVar[str]
@@ -66,7 +66,7 @@ class Optimizer(ABC):
 
     @classmethod
     def takes(cls, weight: Tensor, **own: float) -> bool:
-        """True if the optimiser can update a weight; `own`: the optimiser's own parameters."""
+        """True if the optimizer can update a weight; `own`: the optimizer's own parameters."""
         return True
 
     @abstractmethod

@@ -195,8 +195,8 @@ class Parallel:
         self._published = True
 
     def release(self) -> None:
-        """If this rank trains pieces of the whole model, free the whole weights: the pieces are now the model's weights (`held`). A result
-        that is computed from whole weights is then NaN. `publish` allocates and writes them again."""
+        """Free the whole weights if this rank trains pieces of them: the pieces are now the model's weights (`held`). A result that is
+        computed from whole weights is then NaN. `publish` allocates and writes them again."""
         if isinstance(self.whole, Transformer) and self.model is not self.whole:
             for parameter in self.whole.parameters():
                 parameter.data = torch.full((), math.nan, device=parameter.device).expand(parameter.shape)
@@ -238,8 +238,8 @@ class Parallel:
     def load_state(
         self, folder: Path, tensors: Mapping[str, Tensor], optional: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return this rank's pieces of `tensors`, which are overwritten, and saved `optional` ones, and the record; None if none is saved.
-        One process gets copies of all saved tensors."""
+        """Return this rank's pieces of `tensors` (overwritten in place), its pieces of the `optional` tensors that were saved, and the
+        record; None if no state is saved. A single process gets copies of all saved tensors."""
         if self.processes == 1:
             return load_state(folder)
         pieces, more = ({name: self.piece_of(name, tensor) for name, tensor in some.items()} for some in (tensors, optional))

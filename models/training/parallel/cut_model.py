@@ -114,7 +114,7 @@ class CutTransformer(Transformer):
             block.mlp.register_forward_pre_hook(lambda _, given: (self._all_rows(given[0], len(given[0]) * self.mesh.size("tensor")),))
 
     def _cut_inputs(self, module: nn.Module, name: str) -> None:
-        """Replace the linear layer `name` of a module by one that is split along its inputs; of adapted layers, matrix and A."""
+        """Replace the linear layer `name` of a module by one that is split along its inputs; if it has an adapter, split its A, too."""
         given = getattr(module, name)
         if hasattr(given, "lora_A"):  # PEFT's layers, without its import
             self._cut_inputs(given, "base_layer")

@@ -133,9 +133,10 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
 
 
 def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int = 0, micro: int = 1) -> float:
-    """Return the bytes on the fullest device: state of its pieces, activations of the micro-batches under way, gathered layers.
+    """Return the peak bytes on the fullest device, in a step or, if that is more, between steps.
 
-    Between steps the device has no gradients or activations, but in fp32 a bucket of whole weights for saving, or all whole weights.
+    In a step: the state of its pieces, the activations of the micro-batches in progress, and gathered layers. Between steps: the state
+    without gradients, and in fp32 a bucket of whole weights for saving, or all whole weights (`work.whole`).
     """
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
     layers = layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)

@@ -83,7 +83,8 @@ class Layout(Settings):
         return why if self.axes and self.axes not in PROVED else None
 
     def repeated(self, processes: int) -> Layout:
-        """Return this layout with as many times the copies (`data`) as it fits into `processes`; itself unless that is a whole number."""
+        """Return this layout with `data` multiplied so that it fills `processes` processes; unchanged unless `processes` is a multiple of
+        its size."""
         times, rest = divmod(processes, self.processes)
         return self if rest else self.model_copy(update={"data": self.data * times})
 

@@ -41,7 +41,7 @@ def join(device: str = "cpu") -> None:
     if dist.is_initialized():
         return
     if missing := [name for name in MISSING if name not in os.environ]:
-        raise ValueError(f"this process is not one of a layout: {', '.join(missing)} not set; start it with torchrun, or with --processes")
+        raise ValueError(f"this process is not part of a layout: {', '.join(missing)} not set; start it with torchrun, or with --processes")
     host, port, rank, world = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -72,13 +72,13 @@ def _attempt(store: Any, rank: int, world: int) -> str:
         try:
             store.wait([f"answer-{own}"], TIMEOUT)
         except dist.DistStoreError as error:
-            raise TimeoutError(f"rank 0 did not come within {TIMEOUT}: start all {world}") from error
+            raise TimeoutError(f"rank 0 did not join within {TIMEOUT}: start all {world}") from error
         name: str = store.get(f"answer-{own}").decode()
         store.set(f"{name}-{rank}", "")
         return name
     while late := [other for other in range(1, world) if not store.check([f"{own}-{other}"])]:
         if time.monotonic() > until:
-            raise TimeoutError(f"rank {', '.join(map(str, late))} did not come within {TIMEOUT}: start all {world}")
+            raise TimeoutError(f"rank {', '.join(map(str, late))} did not join within {TIMEOUT}: start all {world}")
         for other in late:
             if store.check([f"asks-{other}"]):
                 store.set(f"answer-{store.get(f'asks-{other}').decode()}", own)
@@ -183,7 +183,7 @@ class Mesh:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """After the work in the context, wait for all ranks; raise an error on all ranks if the work failed on one."""
+        """Wait for all ranks after the work in the context; raise an error on all ranks if the work failed on one."""
         error: Exception | None = None
         try:
             yield

@@ -19,7 +19,7 @@ Matrices = Mapping[str, nn.Parameter]
 
 
 class Owners:
-    """An optimiser of matrices that no rank holds whole.
+    """An optimizer of matrices that no rank holds whole.
 
     A matrix's owner gathers the matrix and its gradient, updates the matrix, and sends each rank its piece. Ranks with copies of pieces
     are owners, too, and share the work. Matrices are updated in waves: a rank holds one whole matrix at a time.
@@ -46,7 +46,7 @@ class Owners:
 
     @torch.no_grad()
     def start(self, make: Callable[[Matrices], Optimizer]) -> Owners:
-        """Gather the matrices that this rank owns, make their optimiser with `make`, and return this object."""
+        """Gather the matrices that this rank owns, make their optimizer with `make`, and return this object."""
         for wave in self._waves:
             self._exchange(wave, self._weights, self._matrices.get(wave[self._index], self._none))
         self._optimizer = make(self._matrices)

@@ -296,7 +296,8 @@ def _similarity(both: Any, own: Any, other: Any, containment: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) -> Any:
-    """False if two texts with similar shingle sets only repeat the same few words in different orders. `own`, `other`: sizes of the sets.
+    """True unless two texts with similar shingle sets only repeat the same few words in different orders. `own`, `other`: sizes of the
+    sets.
 
     Tables with a small vocabulary share all short runs of words, so they must also share runs that are too long to agree by chance."""
     level, similarity, width, shares = 0, 1.0, criteria.words, criteria.distinct
@@ -312,7 +313,8 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) ->
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
-    """True if under `share` of the shingles are distinct, but many more of twice the width are: a few words in varying order."""
+    """True if a text has a few words in varying order: less than `share` of its shingles are distinct, but far more of those of twice the
+    width."""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False
     return len(distinct(widen(sequence, width))) > GROWTH * own

@@ -234,9 +234,9 @@ class CodeReasoningRules(WebRules):
     """Rules for pages with code or reasoning (Llama 3, section 3.1.3), identified by code lines and by the scores of `code_reasoning`.
     Rules for prose do not fit such pages, so the groups in `spared_by` skip them. The rules below apply only to such pages."""
 
-    min_code_lines: int | None = Field(8, ge=1, description="Number of code lines from which a page counts; null: not used")
-    min_code: Fraction | None = Field(None, description="Probability of code from which a page counts; null: not used")
-    min_reasoning: Fraction | None = Field(None, description="Probability of reasoning from which a page counts; null: not used")
+    min_code_lines: int | None = Field(8, ge=1, description="Minimum number of code lines of a page with code; null: not used")
+    min_code: Fraction | None = Field(None, description="Minimum probability of code of a page with code; null: not used")
+    min_reasoning: Fraction | None = Field(None, description="Minimum probability of reasoning of a page with reasoning; null: not used")
     spared_by: tuple[Prose, ...] = Field(get_args(Prose), description="Rule groups that skip these pages")
     min_words: Count = below("words", 50, "Minimum number of words of such a page")
     min_alphabetic_words: Share = below("alphabetic_word_fraction", 0.5, "Minimum share of words with a letter; operators count as words")

@@ -138,7 +138,7 @@ def test_the_weights_may_be_chosen_by_the_reward_of_reinforcement_learning(tmp_p
 
 @pytest.mark.parametrize("context", [2048, 1 << 15])
 def test_a_long_development_prompt_ends_no_search(tmp_path: Path, tiny_model: Callable[..., Artifact], context: int) -> None:
-    """Beyond the model's context it is dropped; within, it may be longer than the rows that a reward model otherwise scores."""
+    """A prompt beyond the model's context is dropped; a shorter one may be longer than the rows that a reward model otherwise scores."""
     store = Store.open(tmp_path)
     models = [execute(patient, TinyConfig(seed=seed), {}, store) if context > 2048 else tiny_model(store, seed) for seed in (0, 1)]
     judge = execute(opinions, TinyConfig(seed=3), {}, store)

@@ -122,7 +122,7 @@ def test_ppo_asks_the_others(tmp_path: Path, tiny_model: Tiny) -> None:
 
 
 def test_prompts_beyond_the_context_are_not_answered(tmp_path: Path, tiny_model: Tiny) -> None:
-    """The model has 2048 positions; what it would write behind them is noise. With a window, positions do not grow."""
+    """The model has 2048 positions; what it would write beyond them is noise. With a window, positions do not grow."""
     store = Store.open(tmp_path)
     rows = [{**GIVEN, "id": name, "messages": asking(text)} for name, text in {"a": "say 1", "b-long": "1 + 2 - 3 " * 700}.items()]
     given = {"models": tiny_model(store), "prompts": table(store, "prompts", rows)}

@@ -407,7 +407,7 @@ def test_answers_that_could_not_be_scored_before_a_stop_are_counted(tmp_path: Pa
 
 
 def test_unscored_answers_of_before_a_stop_are_counted(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are answered two at a time; the run stops before the second time. No answer can be scored."""
+    """Prompts are answered two at a time; the run stops before the second pair. No answer can be scored."""
     store, calls = Store.open(tmp_path), iter([False, True])
 
     def broken(items: Any, tools: Any) -> list[Score]:

@@ -243,7 +243,7 @@ def test_the_best_by_reward_is_picked_and_agreement_counted(tmp_path: Path, tiny
 
 
 def test_answers_need_not_fit_into_one_row(tmp_path: Path, tiny_model: Tiny) -> None:
-    """Otherwise prompts with many or long answers would be dropped. Only a prompt that is too long with one answer is."""
+    """Otherwise prompts with many or long answers would be dropped. Only a prompt that is too long with a single answer is dropped."""
     store = Store.open(tmp_path)
     questions = asked(store)
     texts = [("no " * count, True) for count in (1, 2, 3, 4, 5, 6, 20)]

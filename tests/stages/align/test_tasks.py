@@ -107,7 +107,7 @@ def test_numbers_by_their_definition() -> None:
             right = a % 2 == b % 2 == 1 and 3 <= a < b <= 9
             assert score(verifier, f"{a} {b}") == right
             assert score({**verifier, "order": "falling"}, f"{b} {a}") == right
-    with pytest.raises(PunaError, match="3 numbers from 3 to 8 leave 1 by 2: too few"):
+    with pytest.raises(PunaError, match="3 numbers from 3 to 8 leave 1 when divided by 2: too few"):
         from_json({**verifier, "count": 4, "upper": 8})
 
 
@@ -120,7 +120,7 @@ def test_given_digits_by_their_definition() -> None:
             assert score(first, f"{a} {b}") == (10 <= a < b and sorted((a // 10, b // 10)) == [2, 7])
             assert score(last, f"{a} {b}") == (50 >= a > b >= 20 and sorted((a % 10, b % 10)) == [2, 7])
     for wrong in ([7], [7, 12]):
-        with pytest.raises(PunaError, match="digits must be 2 of 0 to 9"):
+        with pytest.raises(PunaError, match="digits must be 2 digits from 0 to 9"):
             from_json({**first, "digits": wrong})
 
 

@@ -265,7 +265,7 @@ def test_random_texts_are_drawn_from_the_corpus(words, monkeypatch):
 
 
 def test_tally_adds_and_merges():
-    """It holds at most twice as many entries as there are different bins, or a few, however many parts are added."""
+    """A tally holds at most twice as many entries as there are different bins, or a few, however many parts are added."""
     tally = Tally()
     tally.LEAST = 3
     for _ in range(50):

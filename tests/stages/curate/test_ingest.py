@@ -213,7 +213,7 @@ def test_what_begins_like_members_behind_a_damaged_one_is_copied_once():
 
 
 def test_members_that_run_on_to_the_end_are_looked_behind_a_few_times_only():
-    """Each declares that 65,535 stored bytes follow, more than the file has: for each, the rest of the file would be read again."""
+    """Each member declares that 65,535 stored bytes follow, more than the file has: for each, the rest of the file would be read again."""
     begun = gzip.compress(b"", mtime=0)[:10] + b"\x00\xff\xff\x00\x00" + page(0)
     reads = []
 
@@ -449,7 +449,7 @@ def test_repeated_records_are_counted_once(tmp_path):
 
 
 def test_partitions_and_levels_do_not_matter_and_bound_what_is_sorted_at_once(tmp_path, monkeypatch):
-    """A shard's bytes depend neither on the pieces in which it is written nor on the way of its rows."""
+    """A shard's bytes depend neither on the pieces in which it is written nor on the path of its rows."""
     pages = [page(n) for n in [*range(200), 7, 8]]
     (tmp_path / "a.warc").write_bytes(b"".join(pages))
     expected = read(tmp_path, tmp_path / "a.warc", store="one")

@@ -182,7 +182,7 @@ def test_a_document_of_which_blank_lines_alone_are_left_is_dropped(tmp_path, mak
 
 
 def test_documents_that_a_rule_skips_for_their_language_are_counted(tmp_path, make_documents):
-    """Those of its sources and kinds, in the documents at hand: the language may be that of more."""
+    """Only documents of the rule's sources and kinds are counted, although others may have the same language."""
     store, ids = Store.open(tmp_path), list("abcde")
     languages = pa.table({"language": ["lo", "en"], "script": ["Laoo", "Latn"], "documents": [4, 1], "words_factor": pa.array([None, 1.0]),
                           "stop_words": pa.nulls(2, pa.string()), "evidence": ["", ""]})  # fmt: skip

@@ -115,7 +115,7 @@ def test_a_task_that_does_not_fit_is_refused_before_the_pretraining(
     store: Store, task: Callable[..., External], documents: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch,  # noqa: F811
     row: dict[str, Any], keys: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
-    """The first questions may come after hours, and without the task the training is another one, which begins at the first step."""
+    """Otherwise the error would come after hours, and training without the task would start again at the first step."""
     text = documents([sentences(i, 40) for i in range(20)])
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": text}, store)
     given: dict[str, Any] = {"tokens": execute(tokenize, TokenizeConfig(sequence_length=64), {"documents": text, "tokenizer": vocabulary}, store), "tokenizer": vocabulary}

@@ -72,7 +72,7 @@ def test_learns_and_tells_the_truth_about_it(store, given) -> None:
 
 
 def test_resumes_bit_by_bit(tmp_path: Path, store, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine so busy, once the run goes on, that bf16 is not faster."""
+    """On resumption the machine is so busy that bf16 is not faster."""
     monkeypatch.setattr("puna.models.accounting.bf16_pays", lambda: True)
     settings = config(compute={"precision": "fastest"}, phases=(config().phases[0], Phase(name="long", steps=9, rows_per_step=1, join_rows=2, schedule={"warmup_steps": 2})))
     whole = execute(pretrain, settings, given, store)

@@ -1,4 +1,4 @@
-"""Ordinary tests work from another process than their program; tests that cannot are refused with a clear error."""
+"""Ordinary tests work in another process than their program; tests that cannot are refused with a clear error."""
 
 from __future__ import annotations
 

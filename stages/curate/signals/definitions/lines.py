@@ -18,7 +18,7 @@ POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "us
 
 
 def sentences(line: str) -> int:
-    """Return the number of sentences as in spaCy's sentencizer: the first word after a terminator that is no punctuation starts one."""
+    """Return the number of sentences as in spaCy's sentencizer: the first word after a terminator that is not punctuation starts one."""
     if not line:
         return 0
     words = split_codes(code_points(line))
