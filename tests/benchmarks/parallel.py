@@ -60,7 +60,7 @@ def equality(pool: Pool) -> dict[str, float]:
     given += [{"layout": r.layout, "objective": r.objective, "variant": r.variant, **r.more} | ({"size": r.size} if r.size else {}) for r in rows]
     for one in given:
         results = pool.run("compare", size(one["layout"]), **one)
-        differences.append(max(max(result["gradients"], result["rows"]) for result in results))
+        differences.append(max(max(result["gradients"], result["rows"], result["unequal"]) for result in results))
     return {"combinations_proved": sum(one <= EQUAL for one in differences), "worst_relative_difference": max(differences)}
 
 

@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "down_proj")}, "dora": {"dora": True, "alpha": 8.0},
-    "pissa": {"initialization": "pissa"}, "nf4": {"quantization": "nf4"},
+    "pissa": {"initialization": "pissa"}, "dropout": {"dropout": 0.1}, "nf4": {"quantization": "nf4"},
     "rich_lora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), "initialization": "pissa", "alpha": 8.0},
     "rich_dora": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), "dora": True, "alpha": 8.0},
     "dora_moe": {"rslora": True, "loraplus_ratio": 4.0, "targets": ("q_proj", "o_proj"), "dora": True, "alpha": 8.0},

@@ -81,6 +81,7 @@ def serve(sockets: list[socket.socket]) -> None:
     import torch._dynamo
     import triton  # noqa: F401
 
+    import puna.models.training.parallel.shard  # noqa: F401
     import tests.parallel.cases
     import tests.parallel.stage_jobs
 
@@ -88,7 +89,7 @@ def serve(sockets: list[socket.socket]) -> None:
     from puna.models.accounting import peak_flops
 
     peak_flops("cpu")
-    tests.parallel.cases.one_process("language and kto", "plain", (2, 3), ())
+    tests.parallel.cases.warm_up()
     gc.freeze()
     gc.enable()
     for rank, own in enumerate(sockets):
