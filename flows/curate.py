@@ -37,8 +37,8 @@ BY_MODELS = SelectConfig.model_validate({**dict.fromkeys(RULE_GROUPS), "code_rea
 
 @dataclass(frozen=True)
 class Curated:
-    """The outputs of `curate`. `domains`: signals of domain, language, code and reasoning; empty if the recipe omits `domains`. `unselected`
-    and `selected`: input and output of the step `select`."""
+    """The outputs of `curate`. `domains`: signals of domain, language, code and reasoning; empty if the recipe omits `domains`.
+    `unselected` and `selected`: input and output of the step `select`."""
 
     documents: Output
     domains: list[Output]

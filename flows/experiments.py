@@ -22,10 +22,11 @@ def experiments(
     """
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides)
-    asked = any(current_walk().configs(Step("filter_ablation", "filter_ablation", filter_ablation, off=True)))  # not in a trace of all steps
+    # In a trace of all steps, the configuration is None.
+    asked = any(current_walk().configs(Step("filter_ablation", "filter_ablation", filter_ablation, off=True)))
     if unselected and selected:
         step(filter_ablation, off=True, documents=unselected, selected=selected, tokenizer=vocabulary)
     elif asked:
-        raise PunaError("filter_ablation needs the documents before and after a selection: give --input unselected=documents/ID and --input "
-                        "selected=documents/ID, or leave it out (filter_ablation=null)")  # fmt: skip
+        raise PunaError("filter_ablation needs the documents before and after a selection: give --input unselected=documents/ID and "
+                        "--input selected=documents/ID, or leave it out (filter_ablation=null)")  # fmt: skip
     return publish("weights", step(mix_experiment, documents=documents, split=sides, tokenizer=vocabulary))

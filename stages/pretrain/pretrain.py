@@ -59,8 +59,8 @@ class PretrainConfig(SizedConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Return messages for: tokens that no phase reads or that are missing, `model` and `size` together, settings that these determine, unfit optimizer state, and too little memory (for a
-    new model, embeddings do not count)."""
+    """Return messages for: tokens that are missing or that no phase reads; `model` and `size` together; settings that these determine;
+    unfit optimizer state; and too little memory (for a new model, embeddings do not count)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
     if misfits := _misfits(config, {*SOURCES} & {*facts.inputs}):
         return misfits
