@@ -37,10 +37,13 @@ BY_MODELS = SelectConfig.model_validate({**dict.fromkeys(RULE_GROUPS), "code_rea
 
 @dataclass(frozen=True)
 class Curated:
-    """The outputs of `curate`. `domains`: signals of domain, language, code and reasoning; empty if the recipe omits `domains`."""
+    """The outputs of `curate`. `domains`: signals of domain, language, code and reasoning; empty if the recipe omits `domains`.
+    `unselected` and `selected`: input and output of the step `select`."""
 
     documents: Output
     domains: list[Output]
+    unselected: Output
+    selected: Output
 
 
 @flow
@@ -61,8 +64,8 @@ def curate(
     trained = models.get("code_reasoning") or _train(train_code_reasoning, "code_reasoning", pages)
     technical = step(code_reasoning, documents=pages, classifier=trained)
     measures = step(heuristics, documents=pages, language=languages)
-    pages = step(select, documents=pages, signals=[languages, technical, measures])
-    pages = step(pii, documents=pages)
+    selected = step(select, documents=pages, signals=[languages, technical, measures])
+    unselected, pages = pages, step(pii, documents=selected)
     pages = step(minhash_dedup, documents=pages)
     pages = step(semantic_dedup, off=True, documents=pages)
     pages = step(line_dedup, documents=pages)
@@ -74,7 +77,7 @@ def curate(
     pages = step(select, "select_model", default=BY_MODELS, documents=pages, signals=scores)
     pages = step(decontaminate, off=not held_out, documents=pages, prompts=held_out)
     publish("domains", types)
-    return Curated(publish("documents", pages), [types, languages, technical] if types else [])
+    return Curated(publish("documents", pages), [types, languages, technical] if types else [], unselected, selected)
 
 
 def _entering(inputs: list[Files], documents: list[Sourced]) -> Output:

@@ -15,7 +15,7 @@ def pipeline(
 ) -> Output:  # fmt: skip
     """Turn raw pages or documents into an aligned model; `classifiers` are used instead of training new ones."""
     curated = curate(inputs, documents, classifiers=classifiers)
-    weights = experiments(curated.documents, curated.domains)
+    weights = experiments(curated.documents, curated.domains, curated.unselected, curated.selected)
     model = pretrain(curated.documents, curated.domains, weights)
     aligned: Output = align(model)
     return aligned

@@ -85,10 +85,9 @@ def _check_heldout(mixture: Output) -> None:
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:
     """Return the model size that `choose_size` derives from the `ladder`; None unless the recipe sets `train_chosen_size`."""
-    size: Output | None = None
-    if rungs := step(ladder, off=True, tokens=tokens, tokenizer=vocabulary):
-        surface = publish("law", step(law, ladders=[rungs]))
-        size = publish("size", step(choose_size, off=True, law=surface))
+    rungs = step(ladder, off=True, tokens=tokens, tokenizer=vocabulary)
+    surface = publish("law", step(law, ladders=[rungs])) if rungs else rungs
+    size = publish("size", step(choose_size, off=True, law=surface))
     if not switch("train_chosen_size", False, description="Train the model size that choose_size chooses instead of the recipe's size"):
         return None
     if not size:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
 
 from puna.flows.cli.inspect import JsonOption, ModuleOption, ProjectOption, RanksOption, StoreOption, import_modules, leads, print_rows
 from puna.flows.cli.load_engine import serving_options
@@ -251,10 +250,9 @@ def predict(
 def _forecast(store: Store, budget: dict[str, Any], law: str) -> Artifact:
     from puna.stages.experiments.choose_size import ChooseSizeConfig, choose_size
 
-    try:
-        config = ChooseSizeConfig(**budget)
-    except ValidationError as error:
-        raise PunaError(f"predict: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    if (budget["flops"] is None) == (budget["hours"] is None):
+        raise PunaError("predict: give exactly one budget, --flops or --hours")
+    config = parse(ChooseSizeConfig, budget, "predict")
     try:
         artifact = store.resolve(law)
     except PunaError as error:

@@ -58,7 +58,7 @@ def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
         elif item["type"] == "missing":
             lines.append(f"{name}: is missing; set it")
         else:
-            lines.append(f"{name}: {item['msg']} (got {_short(item['input'])})")
+            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')} (got {_short(item['input'])})")
     return "\n".join(lines)
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from puna.stages.evaluation.training_tasks import TaskWatch
 
 
+SOURCES = ("fresh", "long", "best")
+"""Inputs with tokens that a phase reads only if it names them."""
 MOMENTS = "optimizer/state.safetensors"
 """File of the optimizer state in a model artifact, in a folder that exports leave out."""
 
@@ -57,9 +59,11 @@ class PretrainConfig(SizedConfig):
 
 
 def needs(config: PretrainConfig, facts: Facts) -> list[str]:
-    """Return messages for: `model` and `size` together, settings that these determine, optimizer state that does not fit, and too little
-    memory (for a new model, embeddings do not count)."""
+    """Return messages for: tokens that are missing or that no phase reads; `model` and `size` together; settings that these determine;
+    unfit optimizer state; and too little memory (for a new model, embeddings do not count)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
+    if misfits := _misfits(config, {*SOURCES} & {*facts.inputs}):
+        return misfits
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
     asks = bool(facts.inputs.get("tasks")) or any(phase.accept for phase in config.phases)
@@ -153,22 +157,27 @@ def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
     """Return name → packed tokens. Raise PunaError for tokens that are missing, unread or of another tokenizer."""
-    read = {name: phase.name for phase in config.phases for name in phase.sources}
-    for name, phase_name in read.items():
-        if given[name] is None:
-            raise PunaError(f"phase {phase_name} reads the tokens {name}, which are not given: name tokenize_{name} in the recipe, or give "
-                            f"--input {name}=tokens/ID to the stage")  # fmt: skip
+    if misfits := _misfits(config, {name for name in SOURCES if given[name] is not None}):
+        raise PunaError(misfits[0])
     packed = {}
     for name, artifact in given.items():
         if artifact is None:
             continue
-        if name not in read and name != "initial":
-            raise PunaError(f"no phase reads the tokens {name}: set tokens: {name} in one of pretrain.phases, or leave {artifact.id} out")
         check_tokens(artifact, tokenizer)
         packed[name] = Packed.read(artifact, folder / f"tokens-{name}.bin")
         if packed[name].largest >= vocabulary.vocab_size:
             raise PunaError(f"{artifact.id} contains token {packed[name].largest}, but {tokenizer.id} has {vocabulary.vocab_size} tokens")
     return packed
+
+
+def _misfits(config: PretrainConfig, given: set[str]) -> list[str]:
+    """Return messages about tokens of `SOURCES` that a phase reads but that are not `given`, or that are given but not read."""
+    read = {name: phase.name for phase in config.phases for name in sorted(phase.sources)}
+    missing = [f"phase {read[name]} reads the tokens {name}, which are not given: name tokenize_{name} in the recipe, or give "
+               f"--input {name}=tokens/ID to the stage" for name in SOURCES if name in read and name not in given]  # fmt: skip
+    unread = [f"no phase reads the tokens {name}: set tokens: {name} in one of pretrain.phases, or leave these tokens out (tokenize_{name})"
+              for name in SOURCES if name in given and name not in read]  # fmt: skip
+    return missing + unread
 
 
 def _count_steps(config: PretrainConfig, sources: dict[str, Packed]) -> tuple[list[Phase], list[int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.models.config import ModelShape
 from puna.models.training.settings import OptimizerSettings
@@ -48,6 +48,13 @@ class SizedConfig(SeededConfig):
     model: ModelShape = Field(SHAPE, description="Shape and variations of a decoder trained from scratch; an input model has its own")
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1, description="Phases of training, in order; an input size sets the first")
     optimizer: OptimizerSettings = Field(OPTIMIZER, description="The optimizer of all phases; an input size has its own")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [phase.name for phase in self.phases]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"phases: two are called {twice[0]!r}, but metrics are named after phases; give each a name of its own")
+        return self
 
     def in_vain(self, source: str) -> list[str]:
         """Return the names of changed settings that have no effect because the input `source` (model or size) determines them."""

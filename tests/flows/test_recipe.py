@@ -263,6 +263,18 @@ def test_the_second_selection_is_by_models_alone() -> None:
         assert groups == {"code_reasoning", "quality"}
 
 
+def test_the_rules_of_the_selection_are_measured_if_the_recipe_asks() -> None:
+    steps = {step.label: dict(step.inputs) for step in trace(flow_named("pipeline"), load("demo", ["filter_ablation={}"])).steps}
+    measured, selection = steps["filter_ablation"], steps["select"]
+    assert measured["documents"] == selection["documents"] and measured["selected"] == ("select",) and measured["tokenizer"] == ("tokenizer",)
+    flow, recipe = flow_named("experiments"), load("demo", ["filter_ablation={}"], "experiments")
+    assert {step.label: dict(step.inputs) for step in trace(flow, recipe).steps}["filter_ablation"]["selected"] == ("input selected",)
+    corpus = {"documents": Output("documents", ("d",)), "domains": [Output("signals", ("s",))]}
+    assert trace(flow, load("demo", [], "experiments"), corpus).complaints == []
+    with pytest.raises(PunaError, match="filter_ablation needs the documents before and after a selection: give --input unselected="):
+        trace(flow, recipe, corpus)
+
+
 def test_steps_that_are_off_are_asked_for() -> None:
     plain = labels(load("demo", flow="curate"), "curate")
     more = labels(load("demo", ["seed=7", "semantic_dedup={}", "substring_dedup.words=40"], "curate"), "curate")

@@ -406,6 +406,11 @@ def test_from_a_ladder_to_a_forecast_and_its_outcome(store, given, few_steps: No
     assert "not yet" in forecasts_view(SimpleNamespace(store=store))  # type: ignore[arg-type]
     refused = runner.invoke(app, ["predict", "--outcomes", "--flops", "1e9", *place])
     assert isinstance(refused.exception, PunaError) and "leave --flops" in str(refused.exception)
+    for budget in ([], ["--flops", "1e9", "--hours", "1"]):
+        refused = runner.invoke(app, ["predict", *budget, *place])
+        assert str(refused.exception) == "predict: give exactly one budget, --flops or --hours"
+    refused = runner.invoke(app, ["predict", "--flops", "-1", *place])
+    assert str(refused.exception) == "predict.flops: Input should be greater than 0 (got -1.0)"
     lacking = runner.invoke(app, ["predict", "--flops", "1e9", "--law", "none@latest", *place])
     assert "none@latest: " in str(lacking.exception) and "`puna run ladder`, then `puna run law" in str(lacking.exception)
 

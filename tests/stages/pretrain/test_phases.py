@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from puna.flows.engine.trace import flow_named, load, trace
@@ -167,6 +168,23 @@ def test_settings_that_an_input_model_overrides_are_refused() -> None:
     assert needs(config(phase("a", 1)), Facts({}, None)) == tokenizer.needs(TokenizerConfig(vocab_size=300), Facts({}, None)) == []
 
 
+def test_tokens_that_are_missing_or_not_read_are_reported_before_anything_runs() -> None:
+    """Otherwise the run would only end at `pretrain`, after days of tokenizing."""
+    phases = config(phase("a", 2, ramp=[{"after_tokens": 1, "rows": 2, "tokens": "fresh"}]), phase("b", 2, tokens="best"))
+    given = {name: (InputFacts("tokens"),) for name in ("tokens", "fresh", "long", "best")}
+    lines = needs(phases, Facts({name: given[name] for name in ("tokens", "long")}, None))
+    assert [line.partition(":")[0] for line in lines] == [
+        "phase a reads the tokens fresh, which are not given", "phase b reads the tokens best, which are not given",
+        "no phase reads the tokens long",
+    ]  # fmt: skip
+    assert needs(phases, Facts({name: given[name] for name in ("tokens", "fresh", "best")}, None)) == []
+
+
+def test_phases_of_one_name_are_refused() -> None:
+    with pytest.raises(ValidationError, match="two are called 'a', but metrics are named after phases"):
+        config(phase("a", 2), phase("b", 2), phase("a", 2))
+
+
 def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
     flow = flow_named("pretrain")
 
@@ -183,6 +201,9 @@ def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
     assert judged["needle"]["model"] == ("pretrain",) and judged["mix"]["weights"] == ("input weights",)
     with pytest.raises(PunaError, match="mix_best: no step reads this mixture; add tokenize_best"):
         inputs("mix_best={}")
+    complaints = trace(flow, load("continue", ["choose_size={flops: 1e9}"], "pretrain")).complaints
+    assert complaints == ["choose_size needs law (evaluation), the output of ladder, which the recipe leaves out; keep ladder, or leave out "
+                          "choose_size too: --set choose_size=null"]  # fmt: skip
 
 
 def test_phases_on_the_same_tokens_share_an_epoch(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
