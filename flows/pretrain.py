@@ -13,7 +13,7 @@ from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.evaluation.needle import needle
 from puna.stages.experiments.anneal_experiment import anneal_experiment
 from puna.stages.experiments.choose_size import choose_size
-from puna.stages.experiments.ladder import ladder
+from puna.stages.experiments.ladder import LadderConfig, ladder
 from puna.stages.experiments.law import law
 from puna.stages.experiments.phase_gains import phase_gains
 from puna.stages.pretrain.mix import mix
@@ -92,6 +92,10 @@ def _size(tokens: Output, vocabulary: Output) -> Output | None:
         return None
     if not size:
         raise PunaError("train_chosen_size needs the steps ladder and choose_size: name both in the recipe")
+    (small, *_), (large, *_) = (current_walk().configs(Step(stage.name, stage.name, stage)) or [None] for stage in (ladder, train))
+    if isinstance(small, LadderConfig) and isinstance(large, PretrainConfig) and small.z_loss != large.z_loss:
+        raise PunaError(f"ladder.z_loss is {small.z_loss} and pretrain.z_loss {large.z_loss}: with train_chosen_size, give both the same, "
+                        "so that the forecast is of this model")  # fmt: skip
     return size
 
 

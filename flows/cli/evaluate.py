@@ -26,6 +26,7 @@ from puna.storage import Artifact, PunaError, Store, errors_at
 from puna.storage.catalog import query
 
 app = typer.Typer()
+LAW = "law@latest"
 MEASURED = {"contaminated": "contaminated", "clean": "clean part", "calibration_error": "calibration error"}
 """Optional column of `task_scores` → its label in the printed table."""
 
@@ -215,7 +216,7 @@ def predict(
     flops: Annotated[float | None, typer.Option(help="Budget in floating-point operations")] = None,
     hours: Annotated[float | None, typer.Option(help="Budget in hours of this CPU, or of --gpu")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU of --hours (H100, H200, A100, …), in bf16")] = None,
-    law: Annotated[str, typer.Option(metavar="ID", help="Scaling law, fitted by the stage `law` to a ladder")] = "law@latest",
+    law: Annotated[str, typer.Option(metavar="ID", help="Scaling law, fitted by the stage `law` to a ladder")] = LAW,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens per row (default: the ladder's)")] = None,
     outcomes: Annotated[bool, typer.Option("--outcomes", help="Show earlier forecasts beside the losses measured later")] = False,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, as_json: JsonOption = False,
@@ -227,8 +228,8 @@ def predict(
     """
     opened = Store.existing(store, project)
     if outcomes:
-        if flops or hours or gpu:
-            raise PunaError("--outcomes shows earlier forecasts: leave --flops, --hours and --gpu out")
+        if flops or hours or gpu or sequence_length or law != LAW:
+            raise PunaError("--outcomes shows earlier forecasts: leave --flops, --hours, --gpu, --law and --sequence-length out")
         rows = query(opened, "select * from forecasts").to_pylist()
         if not rows and not as_json:
             return typer.echo(f"{opened.uri} holds no forecast; `puna predict --flops N` makes one")

@@ -32,7 +32,7 @@ from puna.storage import Artifact, PunaError
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer as Vocabulary
 
-DEFAULT = "default"
+DEFAULT, OWN = "default", "own"
 ARMS = ("set", "shuffled")
 
 
@@ -261,13 +261,13 @@ def _verdict(
         return intervals.mean([without - with_ for without, with_ in pairs])
 
     own, default = f"set {number}", (-1, DEFAULT)
-    gains = {text: gain(held, default) for text, held in ((name, own), (DEFAULT, DEFAULT))}
-    over = {text: gain(held, (number, "shuffled")) for text, held in ((name, own), (DEFAULT, DEFAULT))}
+    gains = {text: gain(held, default) for text, held in ((OWN, own), (DEFAULT, DEFAULT))}
+    over = {text: gain(held, (number, "shuffled")) for text, held in ((OWN, own), (DEFAULT, DEFAULT))}
     refusal = ""
-    if gains[name].low <= config.least_gain:
-        refusal = f"its gain over the default mix may be as low as {gains[name].low:.3f}"
-    elif over[name].low <= config.least_gain:
-        refusal = f"its gain over its own words shuffled may be as low as {over[name].low:.3f}"
+    if gains[OWN].low <= config.least_gain:
+        refusal = f"its gain over the default mix may be as low as {gains[OWN].low:.3f}"
+    elif over[OWN].low <= config.least_gain:
+        refusal = f"its gain over its own words shuffled may be as low as {over[OWN].low:.3f}"
     elif -over[DEFAULT].low > config.most_default_rise:
         refusal = f"the loss on default text may rise by {-over[DEFAULT].low:.3f} more than with its words shuffled"
     return Verdict(name, gains, over, refusal, read)
@@ -292,7 +292,7 @@ def _report(verdicts: Sequence[Verdict], config: AnnealExperimentConfig, run: St
             ("gain", "the default mix", verdict.gains), ("gain_over_shuffled", "its words shuffled", verdict.over_shuffled)
         ):  # fmt: skip
             for text, value in interval.items():
-                task = verdict.name if text == verdict.name else f"{verdict.name}/{text}"
+                task = verdict.name if text == OWN else f"{verdict.name}/{text}"
                 rows.append(intervals.evaluation_row(task, metric, value, config.repeats))
                 bars.setdefault(f"over {over}", []).append((task, value.value))
         rows.append(intervals.evaluation_row(verdict.name, "readings", verdict.read, 1))

@@ -251,6 +251,13 @@ def test_what_another_step_needs_is_missed_before_anything_runs() -> None:
     assert len(found) == 1 and found[0].startswith("preferences_1 needs answers (answers), the output of sample, ") and found[0].endswith("--set preferences=null")
 
 
+def test_the_chosen_size_is_trained_with_the_ladders_z_loss() -> None:
+    changes = ["train_chosen_size=true", "pretrain.z_loss=1e-5"]
+    with pytest.raises(PunaError, match="ladder.z_loss is 0.0 and pretrain.z_loss 1e-05: with train_chosen_size, give both the same"):
+        trace(flow_named("pipeline"), load("demo", changes))
+    assert trace(flow_named("pipeline"), load("demo", [*changes, "ladder.z_loss=1e-5"])).complaints == []
+
+
 def test_a_pipeline_does_without_knowledge_types() -> None:
     """Pages of one topic, as in docs/tutorial.md."""
     assert trace(flow_named("pipeline"), load("demo", ["domains=null", "train_quality=null"])).complaints == []
