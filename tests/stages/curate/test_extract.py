@@ -447,3 +447,6 @@ def test_marks_of_markdown_go_where_that_is_asked_for():
     assert page_text(b"<article>" + body, "text/html", None, CONFIG).text == text
     wanted = text.replace("# How", "How").replace("**two eggs**", "two eggs").replace("**do not wait**", "do not wait")
     assert page_text(b"<article>" + body, "text/html", None, ExtractConfig(strip_markdown=True)).text == wanted
+    assert page_text(text.encode(), "text/markdown", None, ExtractConfig(strip_markdown=True)).text == wanted
+    assert page_text(text.encode(), "text/x-python", None, ExtractConfig(strip_markdown=True)).text == text
+    assert page_text(b"***both***", "text/plain", None, ExtractConfig(strip_markdown=True)).text == "both"
