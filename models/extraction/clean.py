@@ -209,8 +209,8 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 
 def decode(body: bytes, charset: str | None, html: bool) -> str:
     """Return the text of a page. The first of these gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP; UTF-8 with
-    few broken characters, whatever the server says (others are seldom UTF-8 by chance); its header, unless much of the page is broken in
-    it; with `html`, the page; detection."""
+    few broken characters, whatever the server says (others are seldom UTF-8 by chance); its header, if it fits; with `html`, the page;
+    detection."""
     return _decode(body, charset, html)[0]
 
 
@@ -238,10 +238,9 @@ def _decode(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
     if text is None and (text := _of_broken(body)) is not None:
         return text, False
     if declared in (None, "utf-8") or (text := _mostly_sound(body, declared)) is None:
-        detected = detect_encoding(body, from_html_meta=html)
-        if detected == "utf-8" and detect_encoding(body, html5_compatible=False) == "cp949":  # which its table of names lacks
-            detected = "euc_kr"
-        text = _mostly_sound(body, detected) if detected else None
+        named = detect_encoding(body, from_html_meta=html)
+        korean = named == "utf-8" and detect_encoding(body, html5_compatible=False) == "cp949"  # which its table of names lacks
+        text = _mostly_sound(body, "cp949" if korean else named or "utf-8")
     return text or bytes_to_str(body, "utf-8", errors="replace"), False
 
 
