@@ -88,7 +88,7 @@ def read_annotated(path: Path) -> list[Page]:
         with path.open("rb") as handle:
             for row in read_rows(handle, f"rules: {path}", format_of(path.name, b"") or "json", MOST_BYTES):
                 if isinstance(row, Fault):
-                    raise PunaError(f"rules: {path}: row {row.number} {row.field} {row.reason}")
+                    raise PunaError(f"rules: {path}: row {row.number} {f'{row.field} {row.reason}'.strip()}")
                 pages.append(_page(row.fields, f"rules: {path}: row {row.number}"))
     except OSError as error:
         raise PunaError(f"rules: {path} cannot be read: {error.strerror or error}") from error
@@ -98,17 +98,19 @@ def read_annotated(path: Path) -> list[Page]:
 
 
 def _page(row: Mapping[str, Any], where: str) -> Page:
-    html = isinstance(row.get("html"), str | bytes)
+    html = isinstance(row.get("html"), str | bytes) and bool(row["html"] or not row.get("text"))
     body = row["html"] if html else row.get("text")
     if isinstance(body, bytes):
         body = body.decode("utf-8", "replace")
     truth, good = row.get("truth"), row.get("good")
+    good = {"true": True, "false": False, "": None}.get(good.lower(), good) if isinstance(good, str) else good  # of CSV
     if not isinstance(body, str):
         raise PunaError(f"{where} needs the field html or text")
     if not isinstance(truth, str) and not isinstance(good, bool):
         raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, for the whole text)")
     kind, code = (str(row.get(name) or "") for name in ("type", "language"))
-    return Page(body, html, truth if isinstance(truth, str) else None, bool(good), kind, code)
+    stated = isinstance(truth, str) and bool(truth or not isinstance(good, bool))  # an empty cell beside `good` is no truth
+    return Page(body, html, truth if stated else None, bool(good), kind, code)
 
 
 class Annotations:

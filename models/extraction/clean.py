@@ -196,6 +196,8 @@ BOMS = (
 WIDE_MARKS = tuple(mark for mark, name in BOMS if name != "utf-8")
 BEGINNINGS = {b"<\0": "utf-16-le", b"\0<": "utf-16-be"}  # how HTML begins in characters of two bytes without a mark
 SOUND = 9  # minimum sound characters beyond ASCII for each broken one in UTF-8; text in other encodings has fewer than one
+# Codecs that contain what browsers read as these encodings: ① is no character of Shift_JIS, but of its pages
+SUPERSETS = {"shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs", "gb2312": "gb18030", "gbk": "gb18030"}
 BROKEN = re.compile("[\udcc2-\udcf4][\udc80-\udcbf]+|[\udc80-\udcff]")  # bytes that are not UTF-8, as Python escapes them
 
 
@@ -208,7 +210,7 @@ def utf8(body: bytes, charset: str | None) -> bytes:
 def decode(body: bytes, charset: str | None, html: bool) -> str:
     """Return the text of a page. The first of these that applies gives the encoding: a byte order mark; signs of UTF-16 or ISO-2022-JP;
     UTF-8 with few broken characters, whatever the server says (text in other encodings is seldom valid UTF-8 by chance); the server's
-    header (`charset`); with `html`, the page's own declaration; detection."""
+    header (`charset`), if it fits; with `html`, the page's own declaration; detection."""
     return _decode(body, charset, html)[0]
 
 
@@ -226,7 +228,7 @@ def _decode(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
     if declared in ("utf-16-le", "utf-16-be", "iso2022_jp"):
         wide = wide or declared
     if wide:
-        return bytes_to_str(body, wide, errors="replace"), False
+        return body.decode(wide, "replace"), False
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError:
@@ -235,8 +237,17 @@ def _decode(body: bytes, charset: str | None, html: bool) -> tuple[str, bool]:
         return text, True
     if text is None and (text := _of_broken(body)) is not None:
         return text, False
-    encoding = declared if declared and declared != "utf-8" else detect_encoding(body, from_html_meta=html)
-    return bytes_to_str(body, encoding or "utf-8", errors="replace"), False
+    if declared in (None, "utf-8") or (text := _mostly_sound(body, declared)) is None:
+        named = detect_encoding(body, from_html_meta=html)
+        korean = named == "utf-8" and detect_encoding(body, html5_compatible=False) == "cp949"  # which its table of names lacks
+        text = _mostly_sound(body, "cp949" if korean else named or "utf-8")
+    return text or bytes_to_str(body, "utf-8", errors="replace"), False
+
+
+def _mostly_sound(body: bytes, encoding: str) -> str | None:
+    """Return the text of a page in an encoding; None if so many characters are broken that it must be in another encoding."""
+    text = body.decode(SUPERSETS.get(encoding, encoding), "replace")
+    return text if len(text.encode("ascii", "ignore")) + (SOUND + 1) * text.count("\ufffd") <= len(text) else None
 
 
 def _of_broken(body: bytes) -> str | None:

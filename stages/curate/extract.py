@@ -23,7 +23,7 @@ TOGETHER = 1 << 18  # maximum bytes of pages that the model reads in one batch
 DEEP = "the elements are nested too deeply"
 # Titles stand between blank lines, which distinguishes them from comments in code.
 TITLE = re.compile(r"(?:^|(?<=\n\n))#{1,6} +(?=\S[^\n]*(?:\n\n|\n*$))")
-BOLD = re.compile(r"(?<![\w*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w*])")
+BOLD = re.compile(r"(?<![\w*])(\*{2,3})(?=[^\s*])([^*\n]*[^\s*])\1(?![\w*])")
 
 
 class ExtractConfig(StageConfig):
@@ -142,10 +142,13 @@ def _of_text(body: bytes, media: str, charset: str | None, config: ExtractConfig
     wide = body.startswith(WIDE_MARKS) or (charset or "").startswith("utf-16")
     if not wide:
         _check_bound("extract_binary", "the file is not text", body.count(0), len(body) // 1000)
-    text = decode(body, charset, html=False)
-    for line_end in ("\r\n", "\r", "\v", "\f"):
-        text = text.replace(line_end, "\n")
-    return _Found(None, _readable(plain(text), config))
+    text = re.sub("\r\n|[\r\v\f]", "\n", decode(body, charset, html=False))
+    found = _readable(plain(text), config)
+    return _Found(None, _without_marks(found) if config.strip_markdown and media in ("text/plain", "text/markdown") else found)
+
+
+def _without_marks(text: bytes) -> bytes:
+    return BOLD.sub(r"\2", TITLE.sub("", text.decode())).encode()
 
 
 def _readable(text: str, config: ExtractConfig) -> bytes:
@@ -185,9 +188,7 @@ def _by_model(parsed: list[Parsed], config: ExtractConfig) -> list[_Found | Exce
                 text = clean_text(raw[ends[number] : ends[number + 1]].tobytes().decode("utf-8", "replace")).encode()
             if doubts[number]:
                 text = _readable(text.decode("utf-8", "replace"), config)
-            if config.strip_markdown:
-                text = BOLD.sub(r"\1", TITLE.sub("", text.decode())).encode()
-            result.append(_Found(parsed[number].title, text))
+            result.append(_Found(parsed[number].title, _without_marks(text) if config.strip_markdown else text))
         except Unreadable as why:
             result.append(why)
     return result

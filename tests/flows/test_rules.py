@@ -84,6 +84,11 @@ def test_the_command_reads_rows_and_names_what_they_lack(tmp_path: Path) -> None
         read_annotated(tmp_path / "nowhere.parquet")
 
 
+def test_a_csv_file_says_good_in_words_and_leaves_cells_empty(tmp_path: Path) -> None:
+    (file := tmp_path / "pages.csv").write_text("html,text,truth,good\n,a b,,True\n,c d,,false\n,e f,e,\n,g h,,\n")
+    assert read_annotated(file) == [Page("a b", False), Page("c d", False, good=False), Page("e f", False, "e", False), Page("g h", False, "", False)]
+
+
 def test_pages_of_which_none_has_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pages.jsonl").write_text('{"html": "", "good": true}\n')
     result = CliRunner().invoke(app, ["rules", "--on", str(tmp_path / "pages.jsonl")])

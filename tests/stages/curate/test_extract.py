@@ -172,6 +172,31 @@ def test_the_page_names_its_character_set():
     assert "французских" in decode(html.encode("windows-1251"), None, html=True)
 
 
+KOREAN = "위원회는 지난주에 강 위의 오래된 다리를 수리하기로 결정했다. " * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "encoding"),
+    [("①髙﨑 " + JAPANESE, "shift_jis", "cp932"), ("똠방각하 " + KOREAN, "euc-kr", "cp949"), ("嘅㗎喺啲 委員會上週決定修理河上的舊橋。", "big5", "big5hkscs")],
+)
+def test_a_character_that_only_browsers_know_costs_no_page(text, label, encoding):
+    assert decode(text.encode(encoding), label, html=False) == text
+    assert decode(f"<meta charset={label}><p>{text}".encode(encoding), None, html=True).endswith(text)
+
+
+def test_a_broken_byte_costs_one_character():
+    for encoding, text in (("shift_jis", JAPANESE), ("euc_jp", JAPANESE), ("euc_kr", KOREAN)):
+        assert decode(text.encode(encoding) + b"\x81 end", encoding, html=False) == f"{text}\ufffd end"
+
+
+def test_korean_is_detected():
+    assert decode(KOREAN.encode("euc_kr"), None, html=True) == KOREAN
+
+
+def test_a_header_that_does_not_fit_the_bytes_is_not_believed():
+    assert decode(RUSSIAN.encode("koi8-r"), "euc-jp", html=False) == RUSSIAN
+
+
 def test_text_that_cannot_be_decoded_is_dropped():
     with pytest.raises(Unreadable) as why:
         page_text("\ufffd\ufffd readable \ufffd".encode(), "text/plain", "utf-8", CONFIG)
@@ -422,3 +447,6 @@ def test_marks_of_markdown_go_where_that_is_asked_for():
     assert page_text(b"<article>" + body, "text/html", None, CONFIG).text == text
     wanted = text.replace("# How", "How").replace("**two eggs**", "two eggs").replace("**do not wait**", "do not wait")
     assert page_text(b"<article>" + body, "text/html", None, ExtractConfig(strip_markdown=True)).text == wanted
+    assert page_text(text.encode(), "text/markdown", None, ExtractConfig(strip_markdown=True)).text == wanted
+    assert page_text(text.encode(), "text/x-python", None, ExtractConfig(strip_markdown=True)).text == text
+    assert page_text(b"***both***", "text/plain", None, ExtractConfig(strip_markdown=True)).text == "both"
