@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -11,6 +11,7 @@ from pydantic import Field
 
 from puna.models.extraction.clean import MISREAD, WIDE_MARKS, clean_text, clean_texts, decode, plain, utf8
 from puna.models.extraction.model import content, load
+from puna.models.extraction.page_data import page_of_data
 from puna.models.extraction.parse import FAILURES, Parsed, ParseError, parse
 from puna.models.extraction.scan import read_pages
 from puna.models.extraction.write import texts_of
@@ -20,6 +21,7 @@ from puna.storage.schemas import table_schema
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 TOGETHER = 1 << 18  # maximum bytes of pages that the model reads in one batch
+FEW, TIMES = 300, 5  # pages with fewer bytes of text have that of their JSON, if it is `TIMES` as long
 DEEP = "the elements are nested too deeply"
 # Titles stand between blank lines, which distinguishes them from comments in code.
 TITLE = re.compile(r"(?:^|(?<=\n\n))#{1,6} +(?=\S[^\n]*(?:\n\n|\n*$))")
@@ -64,7 +66,8 @@ def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
     """Turn pages into documents: the main content of HTML pages; plain text and code unchanged.
 
     Code, lists and tables keep their structure. Formulas are read from MathML, scripts and alternative texts of images
-    (`puna.models.extraction.technical`). Permalink marks and Markdown-like markers are left out. Unreadable pages, pages without text and
+    (`puna.models.extraction.technical`). If the HTML has almost no text, that of JSON in the page is taken (JSON-LD, Discourse, Next, Nuxt:
+    `puna.models.extraction.page_data`). Permalink marks and Markdown-like markers are left out. Unreadable pages, pages without text and
     pages above a limit are in `dropped`."""
     run.transform(_extract, pages, config)
 
@@ -74,10 +77,10 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
     titles: list[str | None] = []
     texts: list[bytes] = []
     dropped: list[dict[str, Any]] = []
-    bodies = (body.as_py() for body in pages.column("body"))
-    rows = zip(bodies, *(pages.column(name).to_pylist() for name in ("content_type", "charset")), strict=True)
+    media, charsets = (pages.column(name).to_pylist() for name in ("content_type", "charset"))
     names = zip(*(pages.column(name).to_pylist() for name in ("id", "url")), strict=True)
-    for index, (results, (identity, url)) in enumerate(zip(_extract_pages(rows, config), names, strict=True)):
+    extracted = _extract_pages(pages.column("body"), media, charsets, config)
+    for index, (results, (identity, url)) in enumerate(zip(extracted, names, strict=True)):
         if isinstance(results, Unreadable):
             why = {"rule": results.rule, "value": results.value, "threshold": results.threshold, "detail": f"{url}: {results.detail}"}
             dropped.append({"id": identity, **why})
@@ -96,20 +99,23 @@ def _extract(pages: pa.Table, config: ExtractConfig) -> dict[str, pa.Table]:
 
 def page_text(body: bytes, media: str, charset: str | None, config: ExtractConfig) -> PageText:
     """Return the title and text of one page. Raise Unreadable if it has no text or exceeds a limit; other errors are not caught."""
-    (results,) = _extract_pages([(body, media, charset)], config)
+    (results,) = _extract_pages(pa.array([body], pa.binary()), [media], [charset], config)
     if isinstance(results, Exception):
         raise results
     return PageText(results.title, results.text.decode())
 
 
-def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: ExtractConfig) -> list[_Found | Exception]:
+def _extract_pages(
+    bodies: pa.Array | pa.ChunkedArray, types: Sequence[str], charsets: Sequence[str | None], config: ExtractConfig
+) -> list[_Found | Exception]:
     """Return the extraction or the error of each page (body, media type, character set), in order. HTML pages are parsed one by one and
     given to the model in batches of up to `TOGETHER` bytes."""
     results: dict[int, _Found | Exception] = {}
     waiting: dict[int, Parsed] = {}
     size = 0
-    for number, (body, media, charset) in enumerate(rows):
+    for number, (scalar, media, charset) in enumerate(zip(bodies, types, charsets, strict=True)):
         try:
+            body = scalar.as_py()
             tables = _of_html(body, charset, config) if media in HTML_TYPES else _of_text(body, media, charset, config)
         except Exception as error:  # noqa: BLE001 - the error is the page's result
             results[number] = error
@@ -122,7 +128,28 @@ def _extract_pages(rows: Iterable[tuple[bytes, str, str | None]], config: Extrac
             waiting, size = {}, 0
         waiting[number], size = tables, size + len(tables.html)
     results |= _read(waiting, config)
+    for number, result in results.items():
+        if types[number] in HTML_TYPES and _size(result) < FEW and (found := _of_data(bodies[number].as_py(), charsets[number], config)):
+            results[number] = found if _size(found) >= TIMES * _size(result) else result
     return [results[number] for number in range(len(results))]
+
+
+def _size(result: _Found | Exception) -> int:
+    """Return the number of bytes of a page's text. A page that was dropped for another reason than lack of text has `FEW`."""
+    if isinstance(result, _Found):
+        return len(result.text)
+    return 0 if isinstance(result, Unreadable) and result.rule == "extract_empty" else FEW
+
+
+def _of_data(body: bytes, charset: str | None, config: ExtractConfig) -> _Found | None:
+    """Return the text of a page's JSON; None if it has none that can be read."""
+    if (page := page_of_data(utf8(body, charset).decode())) is None:
+        return None
+    try:
+        (found,) = _by_model([_of_html(page.encode("utf-8", "replace"), "utf-8", config)], config)
+    except (Unreadable, *FAILURES):
+        return None
+    return found if isinstance(found, _Found) else None
 
 
 def _read(pages: dict[int, Parsed], config: ExtractConfig) -> dict[int, _Found | Exception]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sys
 from datetime import UTC, datetime
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 
@@ -450,3 +452,30 @@ def test_marks_of_markdown_go_where_that_is_asked_for():
     assert page_text(text.encode(), "text/markdown", None, ExtractConfig(strip_markdown=True)).text == wanted
     assert page_text(text.encode(), "text/x-python", None, ExtractConfig(strip_markdown=True)).text == text
     assert page_text(b"***both***", "text/plain", None, ExtractConfig(strip_markdown=True)).text == "both"
+
+
+POST = "The bakery on Mill Street opened again on Monday after three months of repairs, and the queue reached the bridge."
+DATA = {"posts": [{"cooked": f"<p>{POST} {n}</p>"} for n in range(3)], "labels": ["Sign in", "text"], "description": POST}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        f'<script type="application/ld+json">{json.dumps({"articleBody": "".join(f"{POST} {n} " for n in range(3))})}</script>',
+        f'<script id="__NEXT_DATA__" type="application/json">{json.dumps({"blocks": [{"text": f"{POST} {n}"} for n in range(3)]})}</script>',
+        f'<div data-preloaded="{escape(json.dumps({"topic": json.dumps(DATA)}))}"></div>',
+    ],
+)
+def test_a_page_without_text_has_that_of_its_json(data):
+    """Text in the HTML is not replaced."""
+    page = f"<html><head><title>Bakery</title></head><body>{data}<noscript>Please enable JavaScript</noscript></body></html>"
+    made = page_text(page.encode(), "text/html", None, ExtractConfig())
+    assert made.title == "Bakery" and made.text.split() == " ".join(f"{POST} {n}" for n in range(3)).split()
+    own = "".join(f"<p>The river rose by {n} metres in the night, and the old mill was closed to visitors.</p>" for n in range(9))
+    assert "bakery" not in page_text(page.replace("<noscript>", f"{own}<noscript>").encode(), "text/html", None, ExtractConfig()).text
+
+
+@pytest.mark.parametrize("data", ["{broken", "[" * 100_000, json.dumps({"text": "short"}), '<script type="application/json">' * 100_000])
+def test_json_without_text_leaves_the_page_empty(data):
+    with pytest.raises(Unreadable, match="the page has no text"):
+        page_text(f'<script type="application/json">{data}</script>'.encode(), "text/html", None, ExtractConfig())
