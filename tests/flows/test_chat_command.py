@@ -220,7 +220,7 @@ def test_a_window_lets_talks_leave_the_context(folder):
     window = ["--sinks", "16", "--window", "64"]
     assert puna("chat", folder, *options, *window, given="to be " * 300 + "\n").rstrip("\n").removeprefix("> ") == text.rstrip("\n")
     assert puna("generate", folder, "to be " * 299 + "to be", *options, *window) == text + "\n"
-    for more, told in ((["--sinks", "16"], "only with a window"), (["--window", "20"], "multiple of 16"), ([*window, "--draft", folder], "a draft"), (["--window", "4096"], "context has 512")):
+    for more, told in ((["--sinks", "16"], "only with a window"), (["--window", "20"], "multiple of 16"), ([*window, "--draft", folder], "a draft"), (["--window", "4096"], "context has only 512")):
         with pytest.raises(PunaError, match=told):
             puna("generate", folder, "to be", *more)
 

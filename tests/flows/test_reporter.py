@@ -104,7 +104,7 @@ def test_a_run_is_told_step_by_step(tmp_path: Path, server: Recorded) -> None:
     step = server.of("/task_runs/")[0]
     assert (step["name"], step["task_key"], step["task_inputs"]) == ("prompts", "prompts", {})
     assert [state["type"] for state in server.ends()] == ["COMPLETED", "COMPLETED"]
-    assert "7 rows" in server.of("/artifacts/")[0]["description"]
+    assert any("7 rows" in one["description"] for one in server.of("/artifacts/"))  # on a busy machine, progress comes first
 
 
 def test_a_full_disk_does_not_end_the_reports(tmp_path: Path, server: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
