@@ -129,7 +129,8 @@ def stop_reason(number: int, before: State, after: State, heldout: Output) -> st
         return ""
     outcome, reason = (str(one.manifest.metrics[name]) for name in ("verdict", "reason"))
     publish("waits" if outcome == "waits" else "gate", verdict, one.key[:16])
-    return {"passed": "", "refused": f"gains nothing: {reason}"}.get(outcome, "waits for an approval")
+    refused = f"{'gains nothing' if reason.startswith('its gain of') else 'is refused'}: {reason}"
+    return {"passed": "", "refused": refused}.get(outcome, "waits for an approval")
 
 
 def _average_policy(label: str, number: int, before: State, trained: Output, reward: Output, development: Output | None) -> Output:

@@ -35,11 +35,12 @@ NAMES = {
 }
 """Arm → its label, in the order of the table."""
 OTHERS = tuple(name for name in NAMES if name != "round")
+WITHOUT_RL = tuple(name for name in OTHERS if name not in ("rl", "half"))
 CLAIMS = {
     "the round over its strongest control": ("round", OTHERS),
     "its last training": ("round", ("untaught",)),
-    "RL in its place over the strongest control": ("rl", tuple(name for name in OTHERS if name not in ("rl", "half"))),
-    "DPO in place of RL over its strongest control": ("dpo_instead", (*OTHERS[: OTHERS.index("checked")], "untaught")),
+    "RL in its place over the strongest control": ("rl", WITHOUT_RL),
+    "DPO in place of RL over its strongest control": ("dpo_instead", tuple(name for name in WITHOUT_RL if name != "dpo_instead")),
     "synthetic data": ("synthetic", ("chosen", "gold", "pick_random")),
     "the reward model's pick over a random one": ("pick_reward_model", ("pick_random",)),
 }

@@ -4,8 +4,9 @@
     python tests/benchmarks/alignment.py --store STORE --model base@latest --seeds 5 --json
 
 Each seed draws different prompts, held-out digits and answers; all seeds share one base model. Every seed that is run is reported. Gains
-are paired differences over the held-out questions of all seeds, with 95 % intervals over questions and over seeds: seeds differ more than
-questions do. A control has at least as many checker calls, labels, sampled tokens, updates and trained answers as the round.
+are paired differences over the held-out questions of all seeds, with 95 % intervals over these questions. They do not hold for other seeds,
+which differ more than questions do: the interval of a gain's mean over seeds is its `over_seeds`. A control has at least as many checker
+calls, labels, sampled tokens, updates and trained answers as the round.
 
 `lookup_right_max`: the most right answers that repeating one gold answer gives, without a model. `budget_ratio_min`: smallest ratio of a
 control's budget to the round's. `round_over_before`, `round_over_equal_checks`, `round_over_equal_cpu`: gain in right answers of the round
@@ -37,7 +38,7 @@ sys.path.insert(0, str(ROOT / ".pkg"))
 from puna.flows.report import arms  # noqa: E402
 from puna.flows.report.arms import Arms  # noqa: E402
 from puna.stages.prompts.lookups import EDITS, NUMBERS, WORDS, answers_without_model  # noqa: E402
-from puna.stages.training.intervals import paired_difference  # noqa: E402
+from puna.stages.training.intervals import mean, paired_difference  # noqa: E402
 from puna.storage import Artifact, Store  # noqa: E402
 
 FINETUNED = ("checked", "ranked", "iterated", "best_of_n")
@@ -82,7 +83,8 @@ def gain(rounds: Mapping[int, Arms], metric: str, choice: Choice) -> dict[str, A
     ours = {f"{seed}/{key}": value for seed, (one, _) in chosen.items() for key, value in one.scores["round"][metric].items()}
     theirs = {f"{seed}/{key}": value for seed, (one, name) in chosen.items() for key, value in one.scores[name][metric].items()}
     by_seed = {seed: {"over": name, "gain": list(one.gain("round", name, metric))} for seed, (one, name) in chosen.items()}
-    return dict(zip(("value", "low", "high"), paired_difference(ours, theirs), strict=True)) | {"seeds": by_seed}
+    over_seeds = {"over_seeds": list(mean([one["gain"][0] for one in by_seed.values()])), "seeds": by_seed}
+    return dict(zip(("value", "low", "high"), paired_difference(ours, theirs), strict=True)) | over_seeds
 
 
 def equal(one: Arms, name: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -199,6 +200,18 @@ def test_align_stops_at_the_first_later_round_that_gains_nothing(world: World, m
     assert "good002" in world.learned() and "bad000" not in world.learned()
     # The verdict is applied: the flow `round` continues with its next round.
     assert world.fire("policy@latest", world.pool(train=6)).startswith("round 2: its candidate is the policy")
+
+
+@pytest.mark.parametrize(("reason", "said"), [
+    ("four falls from 0.900 to 0.700, more than 0.05", "is refused"),
+    ("its gain of +0.010 (-0.020 to +0.040) over 450 prompts is not above 0; four falls from 0.900 to 0.700", "gains nothing"),
+])  # fmt: skip
+def test_only_a_gain_that_is_not_shown_is_called_nothing(reason: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Mock(spec=Artifact, key="0" * 64)
+    gate.manifest.metrics = {"verdict": "refused", "reason": reason}
+    monkeypatch.setattr(rounds, "step", lambda *_, **__: Output("evaluation", (), (gate,)))
+    monkeypatch.setattr(rounds, "publish", lambda *_: None)
+    assert rounds.stop_reason(2, Mock(), Mock(), Mock()) == f"{said}: {reason}"
 
 
 def preferred(store: Store, *ids: str) -> Artifact:

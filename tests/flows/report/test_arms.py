@@ -49,6 +49,15 @@ def found(**evaluations: Evaluation) -> list[arms.Arms]:
     return arms.rounds((name, cast(Artifact, one)) for name, one in evaluations.items())
 
 
+def test_dpo_in_place_of_rl_has_finetuning_at_an_equal_budget_as_a_control() -> None:
+    (one,) = found(
+        evaluate_sft=Evaluation(20), evaluate_round_1=Evaluation(60), control_dpo_instead_1=Evaluation(50),
+        control_ranked_1=Evaluation(55), control_rl_1=Evaluation(60),
+    )  # fmt: skip
+    (claim,) = [claim for claim in one.claims() if claim.name == "DPO in place of RL over its strongest control"]
+    assert claim.control == "ranked" and claim.gain.value == pytest.approx(-0.05) and claim.verdict == "cost"
+
+
 def test_the_strongest_control_counts_and_arms_of_a_round_stay_together() -> None:
     first, second = found(
         evaluate_sft=Evaluation(20), evaluate_round_1=Evaluation(60), evaluate_round_2=Evaluation(70),
