@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError
 
 RESTARTS = 3
+WAIT = 30  # seconds between lines that say that Ray has no room
 PR_SET_PDEATHSIG = 1
 
 
@@ -52,7 +53,8 @@ def attempt(command: list[str], processes: int, gpus: float, number: int, cwd: s
     """Return the status of rank 0, or of the first process that failed; None if a process was killed, or Ray lost one."""
     bundles = [{"CPU": 1.0, **({"GPU": gpus} if gpus else {})}] * processes
     group = ray.util.placement_group(bundles)
-    ray.get(group.ready())
+    while not group.wait(WAIT):
+        print(f"Ray has no room yet for {processes} processes with {gpus:g} GPUs each (--processes, --gpus): waiting", file=sys.stderr)
     paths = os.pathsep.join([f"{cwd}/.pkg", *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"env_vars": {"PYTHONPATH": paths}}
     options: dict[str, Any] = {"placement_group": group, "num_cpus": 1, "num_gpus": gpus, "runtime_env": environment}
@@ -98,7 +100,8 @@ def main() -> int:
         status = attempt(command, given.processes, given.gpus, number, cwd)
         if status is not None:
             return status
-        print("a process was lost: all start again from the last state", file=sys.stderr)
+        end = "all start again from the last state" if number < RESTARTS else f"the run ends after {RESTARTS} restarts; start it again"
+        print(f"a process was lost: {end}", file=sys.stderr)
     return 1
 
 

@@ -31,7 +31,7 @@ from puna.storage.runs import RunLog
 from puna.storage.schemas import known_kind
 
 app = typer.Typer()
-RanksOption = Annotated[int, typer.Option(min=1, help="Processes that train together or divide the prompts, each with the whole model")]
+RanksOption = Annotated[int, typer.Option(min=1, help="Processes that train together, or divide the prompts; see `layout`")]
 ModuleOption = Annotated[list[str] | None, typer.Option("--module", metavar="FILE|MODULE", help="Your own stages, rules and verifiers")]
 StoreOption = Annotated[str, typer.Option("--store", envvar="PUNA_STORE", help="Store of the artifacts: a folder or s3:// URI")]
 
@@ -146,6 +146,8 @@ def leads(processes: int, modules: list[str] | None = None) -> bool:
     If `processes` > 1 and the ranks are not started yet, start them and exit with their status."""
     if processes > 1 and ranks.count() == 1:
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
+    if processes not in (1, ranks.count()):
+        raise PunaError(f"--processes {processes}: {ranks.count()} processes run already (WORLD_SIZE, as of torchrun); leave it out")
     ranks.join()
     if ranks.follows():
         from puna.flows.engine.trace import load_stages

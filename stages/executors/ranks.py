@@ -196,7 +196,8 @@ def start(command: Sequence[str], processes: int) -> int:
         status = _attempt(command, processes, attempt)
         if status >= 0:
             return status
-        print(f"a process was ended by {signal.Signals(-status).name}: all restart from the last saved state", file=sys.stderr)
+        end = "all restart from the last saved state" if attempt < RESTARTS else f"the run ends after {RESTARTS} restarts; start it again"
+        print(f"a process was ended by {signal.Signals(-status).name}: {end}", file=sys.stderr)
     return 1
 
 

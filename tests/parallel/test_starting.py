@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -10,10 +11,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from puna.flows.cli.inspect import leads
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import join
 from puna.stages.contract.rank_jobs import check
@@ -241,6 +245,50 @@ sys.exit(3 - rank)
     assert sorted(capfd.readouterr().err.splitlines()) == ["rank 0", "rank 1"]
 
 
+def test_after_the_last_restart_no_other_is_announced(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(processes, "_attempt", lambda command, count, attempt: -signal.SIGKILL)
+    assert processes.start(["puna"], 2) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(line.endswith("SIGKILL: all restart from the last saved state") for line in lines[:3])
+    assert lines[3] == "a process was ended by SIGKILL: the run ends after 3 restarts; start it again"
+
+
+def test_a_ray_without_room_and_its_last_restart_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    class Group:
+        room = 0
+
+        def wait(self, seconds: int) -> bool:
+            self.room += 1
+            return self.room > 1
+
+    ray: Any = ModuleType("ray")
+    ray.__path__, ray.init, ray.get, group = [], lambda **more: None, lambda one: one, Group()
+    ray.exceptions = ModuleType("ray.exceptions")
+    ray.exceptions.RayError = RuntimeError
+    ray.util = SimpleNamespace(placement_group=lambda bundles: group, remove_placement_group=lambda group: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    spec = importlib.util.spec_from_file_location("ray_ranks", Path(__file__).parents[2] / "deploy" / "ray_ranks.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with pytest.raises(AttributeError, match="remote"):  # the room is there
+        script.attempt(["puna"], 2, 1.0, 0, "/")
+    assert capsys.readouterr().err == "Ray has no room yet for 2 processes with 1 GPUs each (--processes, --gpus): waiting\n"
+    monkeypatch.setattr(script, "attempt", lambda *given: None)
+    monkeypatch.setattr(sys, "argv", ["ray_ranks.py", "--processes", "2", "run", "sft"])
+    assert script.main() == 1
+    assert [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()] == 3 * ["all start again from the last state"] + [
+        "the run ends after 3 restarts; start it again"
+    ]
+
+
+def test_a_number_of_processes_that_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PunaError, match=r"--processes 4: 2 processes run already \(WORLD_SIZE, as of torchrun\); leave it out"):
+        leads(4)
+
+
 def test_an_error_of_rank_0_itself_is_not_taken_for_a_lost_exchange(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "_say", lambda text: None)
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory"), processes.together({"stage": "sft"}):
@@ -344,6 +392,16 @@ def test_a_port_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("puna.models.training.parallel.mesh.JOINING", __import__("datetime").timedelta(seconds=1))
     with pytest.raises(PunaError, match="rank 1 of 2 cannot reach rank 0 at 127.0.0.1:9"):
         processes.join()
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(PunaError, match=f"rank 0 of 2 cannot listen at 127.0.0.1:{port}: .*EADDRINUSE.*; set MASTER_PORT"):
+            processes.join()
 
 
 def test_a_layout_of_other_processes_is_refused_by_name():

@@ -47,7 +47,9 @@ def join(device: str = "cpu") -> None:
     try:
         store = dist.TCPStore(host, int(port), world, first, JOINING, wait_for_workers=False)  # type: ignore[attr-defined]
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise ConnectionError(f"rank {rank} of {world} cannot reach rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
+        does, remedy = ("listen", "; set MASTER_PORT to a free port") if first else ("reach rank 0", "")
+        why = str(error).splitlines()[0]
+        raise ConnectionError(f"rank {rank} of {world} cannot {does} at {host}:{port}: {why}{remedy}") from error
     if device == "cuda":  # "cuda" is then this rank's own GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # texts and counts are exchanged in the host's memory
