@@ -372,7 +372,9 @@ def site(seed):
 
 
 def outcomes(rows, config):
-    return [(type(one), str(one)) if isinstance(one, Exception) else one for one in extract_module._extract_pages(rows, config)]
+    bodies, types, charsets = zip(*rows, strict=True)
+    extracted = extract_module._extract_pages(pa.array(bodies, pa.binary()), types, charsets, config)
+    return [(type(one), str(one)) if isinstance(one, Exception) else one for one in extracted]
 
 
 @pytest.mark.parametrize("seed", range(2))
