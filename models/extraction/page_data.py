@@ -1,4 +1,4 @@
-"""The text of pages that have it only as JSON for their scripts: JSON-LD, Discourse's `data-preloaded`, the data of Next and Nuxt."""
+"""The text of pages that have it only as JSON for their scripts: JSON-LD, Discourse's `data-preloaded`, Next's data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape, unescape
 from typing import Any
 
-SCRIPT = re.compile(r"<script\b[^<>]*(?:application/(?:ld\+)?json|__NEXT_DATA__|__NUXT_DATA__)[^<>]*>", re.IGNORECASE)
+SCRIPT = re.compile(r"<script\b[^<>]*(?:application/(?:ld\+)?json|__NEXT_DATA__)[^<>]*>", re.IGNORECASE)
 PRELOADED = re.compile(r'\bdata-preloaded="([^"]*)"')
 TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 TITLE = re.compile(r"<title[^<>]*>[^<>]*</title>", re.IGNORECASE)

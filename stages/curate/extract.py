@@ -66,7 +66,7 @@ def extract(pages: Pages, config: ExtractConfig, run: StageRun) -> None:
     """Turn pages into documents: the main content of HTML pages; plain text and code unchanged.
 
     Code, lists and tables keep their structure. Formulas are read from MathML, scripts and alternative texts of images
-    (`puna.models.extraction.technical`). If the HTML has almost no text, that of JSON in the page is taken (JSON-LD, Discourse, Next, Nuxt:
+    (`puna.models.extraction.technical`). If the HTML has almost no text, that of JSON in the page is taken (JSON-LD, Discourse, Next:
     `puna.models.extraction.page_data`). Permalink marks and Markdown-like markers are left out. Unreadable pages, pages without text and
     pages above a limit are in `dropped`."""
     run.transform(_extract, pages, config)
