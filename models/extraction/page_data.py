@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from html import escape, unescape
 from typing import Any
 
-SCRIPT = re.compile(r"<script\b[^<>]*(?:application/(?:ld\+)?json|__NEXT_DATA__)[^<>]*>", re.IGNORECASE)
+SCRIPT = re.compile(r"<script\b[^<>]*>", re.IGNORECASE)
+DATA = re.compile(r"application/(?:ld\+)?json|__NEXT_DATA__", re.IGNORECASE)
 PRELOADED = re.compile(r'\bdata-preloaded="([^"]*)"')
 TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 TITLE = re.compile(r"<title[^<>]*>[^<>]*</title>", re.IGNORECASE)
@@ -29,7 +30,8 @@ def page_of_data(html: str) -> str | None:
 def _blocks(html: str) -> Iterator[Any]:
     end = 0
     while (found := SCRIPT.search(html, end)) and (end := html.find("</script", found.end())) >= 0:
-        yield _parsed(html[found.end() : end])
+        if DATA.search(found[0]):
+            yield _parsed(html[found.end() : end])
     for found in PRELOADED.finditer(html):
         yield _parsed(unescape(found[1]))
 

@@ -146,9 +146,10 @@ def _of_data(body: bytes, charset: str | None, config: ExtractConfig) -> _Found 
     if (page := page_of_data(utf8(body, charset).decode())) is None:
         return None
     try:
-        (found,) = _by_model([_of_html(page.encode("utf-8", "replace"), "utf-8", config)], config)
-    except (Unreadable, *FAILURES):
+        parsed = _of_html(page.encode("utf-8", "replace"), "utf-8", config)
+    except Unreadable:
         return None
+    found = _read({0: parsed}, config)[0]
     return found if isinstance(found, _Found) else None
 
 

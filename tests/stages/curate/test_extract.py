@@ -477,7 +477,7 @@ def test_a_page_without_text_has_that_of_its_json(data):
     assert "bakery" not in page_text(page.replace("<noscript>", f"{own}<noscript>").encode(), "text/html", None, ExtractConfig()).text
 
 
-@pytest.mark.parametrize("data", ["{broken", "[" * 100_000, json.dumps({"text": "short"}), '<script type="application/json">' * 100_000])
+@pytest.mark.parametrize("data", ["{broken", "[" * 100_000, json.dumps({"text": "short"}), '<script type="application/json">' * 100_000, "<script " + "application/json " * 50_000])
 def test_json_without_text_leaves_the_page_empty(data):
     with pytest.raises(Unreadable, match="the page has no text"):
         page_text(f'<script type="application/json">{data}</script>'.encode(), "text/html", None, ExtractConfig())
