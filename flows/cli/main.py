@@ -14,9 +14,8 @@ from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules,
 from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, RanksOption, StoreOption, import_modules, leads
 from puna.flows.engine.console import fail, json_text
 from puna.flows.engine.declare import Flow
-from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE, prepare
+from puna.flows.engine.defaults import DEFAULT_STORE, prepare
 from puna.flows.engine.recipe import project_change
-from puna.flows.engine.trace import load
 from puna.flows.report import write
 from puna.stages.executors import FORMS, PROCESSES, ranks
 from puna.storage import PunaError, Store
@@ -76,8 +75,8 @@ def plan(
     A step's time, disk and memory are estimated from its earlier runs in the store. A step that depends on steps still to run is run only
     if their output is new. The cost of pretraining is computed from the model's shape, which comes from the recipe, the input model or
     choose_size. A packed row counts as one long document, which makes attention cost most. Times are computed from this CPU's measured
-    rates or the GPU's data sheet. For several GPUs, the fastest tested layouts that fit are listed: at most three, one per set of parallel
-    axes.
+    rates or the GPU's data sheet. For several GPUs, the recipe's own layout is planned or, without one, the fastest tested layouts that fit:
+    at most three, one per set of parallel axes. Bytes are those of one device under the first layout.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
@@ -86,14 +85,15 @@ def plan(
     import_modules(modules)
     request = Request(what, recipe, tuple(changes or ()), tuple(inputs or ()), project=project or "")
     target, steps = steps_of(request, store)
-    trains = isinstance(target, Flow) and any(step.stage == "pretrain" for step in steps)
+    trains = any(step.stage == "pretrain" for step in steps)
     sample = target if not isinstance(target, Flow) and target.name == "sample" else None
     if (gpu is not None or gpus > 1) and not trains and sample is None:
         option = f"--gpus {gpus}" if gpu is None else f"--gpu {gpu}"
-        raise PunaError(f"{option}: {what}{f' with recipe {recipe}' if recipe else ''} neither pretrains nor samples; leave it out")
+        by = f" with recipe {recipe}" if recipe else ""
+        raise PunaError(f"{option}: only pretraining and the stage sample are planned for GPUs, and {what}{by} is neither; leave it out")
     if gpus > 1 and sample is not None:
         raise PunaError(f"--gpus {gpus}: the cost of sample is planned for one GPU; leave --gpus out")
-    estimate = pretraining(load(recipe or DEFAULT_RECIPE, changes, target.name), steps, store, gpu, gpus) if trains else {}
+    estimate = pretraining(target, request, steps, store, gpu, gpus) if trains else {}
     costs = answering(sample, request, store, gpu) if sample is not None else []
     if as_json:
         summary = {**estimate, **({"answering": costs} if costs else {})}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from puna.flows.engine.declare import Flow
@@ -15,13 +15,15 @@ from puna.flows.engine.recipe import Recipe
 from puna.flows.html.markup import size
 from puna.models.config import ModelConfig
 from puna.models.parameters import matrix_parameters, parameters
-from puna.stages.contract import Stage, StageConfig, Value
+from puna.models.training.parallel.layout import Layout
+from puna.stages.contract import Stage, StageConfig, Value, rank_jobs
 from puna.stages.conversations import prompt_ids
-from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
+from puna.stages.pretrain.pretrain import SOURCES, PretrainConfig, misfits, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.phase import Phase
+from puna.stages.training.token_rows import row_length
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError, Store, errors_at
 
@@ -133,69 +135,100 @@ class Total:
         return ", ".join(words)
 
 
-def pretraining(recipe: Recipe, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Training:
+    """A pretraining to plan. `rows`: tokens per packed row of the tokens that phases name. `recipe`: a name, empty for a stage alone."""
+
+    recipe: str
+    config: PretrainConfig
+    vocab_size: int
+    rows: Mapping[str, int]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Training:
+        row = recipe.one("tokenize", tokenize, TokenizeConfig).sequence_length
+        own = {name: f"tokenize_{name}" for name in SOURCES if recipe.values.get(f"tokenize_{name}") is not None}
+        rows = {name: recipe.one(label, tokenize, TokenizeConfig).sequence_length for name, label in own.items()}
+        config, vocabulary = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenizer", tokenizer, TokenizerConfig)
+        return cls(recipe.name, config, vocabulary.vocab_size, dict.fromkeys(("initial", *SOURCES), row) | rows)
+
+    @classmethod
+    def alone(cls, request: Request, place: str) -> Training:
+        """Return the training of the stage `pretrain`, from its inputs. Raise PunaError for phases whose tokens are not given."""
+        config: Any
+        config, values, _ = _alone(pretrain, request, place)
+        inputs = {name: items[0] for name, items in pretrain.check(values).items() if items and isinstance(items[0], Artifact)}
+        if lines := misfits(config, {*SOURCES} & {*inputs}):
+            raise PunaError(lines[0])
+        rows = {"initial" if name == "tokens" else name: row_length(inputs[name]) for name in ("tokens", *SOURCES) if name in inputs}
+        return cls(request.recipe or "", config, tokenizer_of(inputs["tokenizer"]).vocab_size, rows)
+
+
+def pretraining(
+    target: Flow | Stage, request: Request, steps: Sequence[PlannedStep], place: str, gpu: str | None, gpus: int
+) -> dict[str, Any]:
     """Return the costs of a planned pretraining run (see `costs`), or a note if `choose_size` must first choose the size."""
     from puna.models.formats.checkpoint import read_config
 
+    training = Training.of(request.recipe_of(target)) if isinstance(target, Flow) else Training.alone(request, place)
     begins = next(step.begins for step in steps if step.stage == "pretrain")
     if begins.get("size") == "":
-        return {"recipe": recipe.name, "model": "chosen by choose_size during the run; plan again once its artifact exists"}
+        return {"recipe": training.recipe, "model": "chosen by choose_size during the run; plan again once its artifact exists"}
     store = Store.existing(place) if begins.get("model") or begins.get("size") else None
     model, size = (store.resolve(begins[name]) if store and begins.get(name) else None for name in ("model", "size"))
     given, chosen = read_config(model.path()) if model else None, ChosenSize.read(size) if size else None
-    return costs(recipe, gpu, gpus, given, chosen, bool(begins.get("tasks")))
+    return costs(training, gpu, gpus, given, chosen, bool(begins.get("tasks")))
 
 
 def costs(
-    recipe: Recipe, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None, asks: bool = False
+    planned: Training, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None, asks: bool = False
 ) -> dict[str, Any]:
     """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size; `asks`: has `tasks`. Without
     `gpu`, plan for this CPU or, if it would take years, for enough `LARGE` GPUs to hold the state and to finish within `LONGEST`. Raise
-    PunaError for `gpus` without `gpu`."""
+    PunaError for `gpus` without `gpu`, or if the training's own layout does not fit the GPUs."""
     from puna.models import accounting
 
     if gpus > 1 and gpu is None:
         raise PunaError("--gpus needs --gpu NAME: this machine's CPU is one device")
+    training = planned.config.with_size(size) if size else planned.config
     if gpu is None:
-        large = costs(recipe, LARGE, 1, given, size, asks)
-        if large["flops"] > CPU_FLOPS:
-            planned, needed = large, 1
-            while needed < MOST_GPUS and (planned["seconds"] is None or planned["seconds"] > LONGEST):
+        free = replace(planned, config=training.replace(compute=training.compute.replace(layout=Layout())))
+        if (flops := costs(free, LARGE, 1, given, None, asks)["flops"]) > CPU_FLOPS:
+            needed = training.compute.layout.processes
+            while (large := costs(planned, LARGE, needed, given, size, asks)) and (large["seconds"] is None or large["seconds"] > LONGEST):
+                if needed >= MOST_GPUS:
+                    break
                 needed *= 2
-                planned = costs(recipe, LARGE, needed, given, size, asks)
-            why = f"no --gpu given; this CPU would take years for {large['flops']:.1e} operations"
-            return {**planned, "device": f"{planned['device']} ({why})"}
-    training, packing = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenize", tokenize, TokenizeConfig)
-    training = training.with_size(size) if size else training
-    vocab_size = recipe.one("tokenizer", tokenizer, TokenizerConfig).vocab_size
-    context = packing.sequence_length
+            return {**large, "device": f"{large['device']} (no --gpu given; this CPU would take years for {flops:.1e} operations)"}
+    context = planned.rows["initial"]
 
     def shape(row: int) -> ModelConfig:
         if given is None:
-            return training.model.complete(vocab_size, row)
+            return training.model.complete(planned.vocab_size, row)
         return given.replace(max_position_embeddings=max(row, given.max_position_embeddings))
 
     config = shape(context)
     precision: Precision = training.compute.precision_on("cuda") if gpu else "fp32"
     counts, machine = parameters(config), _machine(config, context, gpu, precision)
-    phases, read = [], 0
+    phases, read = list[dict[str, Any]](), 0
     for phase in training.phases:
-        row = _context(recipe, phase, context) * phase.join_rows
+        row = planned.rows[phase.tokens] * phase.join_rows
         phases.append(_phase(training, phase, read, row, shape(row), machine, gpu, gpus, asks))
         read += phases[-1]["tokens"]
+    states, seconds = ([phase[name] for phase in phases] for name in ("state_bytes", "seconds"))
     return {
-        "recipe": recipe.name,
+        **({"recipe": planned.recipe} if planned.recipe else {}),
         "parameters": counts.total,
         "parameters_of_layers": counts.layers,
         "tokens": sum(phase["tokens"] for phase in phases),
         "flops": sum(phase["flops"] for phase in phases),
         "cache_bytes_per_token": accounting.cache_bytes(config, 1, precision),
-        "state_bytes": accounting.state_bytes(config, precision, training.optimizer.state_bytes) // gpus,
+        "state_bytes": None if None in states else max(states),
         "device": f"{gpus} x {gpu}" if gpu else "this CPU",
         **({"model": MODEL} if gpu else {}), **({"not_proved": REFUSED} if gpus > 1 else {}),
         "device_flops_per_second": machine.matrix_flops * gpus,
         "device_ops_per_byte": machine.ops_per_byte,
-        "seconds": None if any(phase["seconds"] is None for phase in phases) else sum(phase["seconds"] for phase in phases),
+        "seconds": None if None in seconds else sum(seconds),
         "phases": phases,
     }
 
@@ -209,22 +242,15 @@ def _machine(config: ModelConfig, context: int, gpu: str | None, precision: Prec
     return measured_machine(config, context)
 
 
-def _context(recipe: Recipe, phase: Phase, context: int) -> int:
-    """Return a phase's sequence length in tokens: that of its own tokenize step if the recipe has one, else `context`."""
-    label = f"tokenize_{phase.tokens}"
-    own = recipe.values.get(label) if phase.tokens != "initial" else None
-    return context if own is None else recipe.one(label, tokenize, TokenizeConfig).sequence_length
-
-
 def _phase(
     training: PretrainConfig, phase: Phase, before: int, row: int, config: ModelConfig, machine: Machine, gpu: str | None, gpus: int,
     asks: bool,
 ) -> dict[str, Any]:
     """Return the costs of one training phase. `before`: number of tokens trained before it; `row`: tokens per packed row.
-    `asks`: has `tasks`."""
+    `asks`: has `tasks`. Bytes are those of one device under the first layout."""
     from puna.models import accounting
     from puna.models.accounting import data_sheet
-    from puna.models.training.parallel.estimate import Work, best_layouts
+    from puna.models.training.parallel.estimate import Work, best_layouts, estimate
 
     precision: Precision = training.compute.precision_on("cuda") if gpu else "fp32"
     phase = phase.with_steps(row, before)
@@ -234,32 +260,49 @@ def _phase(
     at_once = max(1, min(phase.full_rows, training.compute.micro_batch_tokens // row)) * row
     time = accounting.step_time(config, step, machine, precision)
     flops = accounting.training_flops(config, step)
-    # Only the state is sharded; every GPU holds the activations of its own rows.
-    moments, accumulated = training.optimizer.state_bytes, at_once < sum(step)
-    resting = accounting.state_bytes(config, precision, moments)
-    peak, checkpointing = (accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True))
-    seconds: float | None = time.total / gpus
-    layouts = {}
+    moments, accumulated, layouts = training.optimizer.state_bytes, at_once < sum(step), {}
+    held: list[int | None] = [accounting.state_bytes(config, precision, moments)]
+    held += [accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True)]
+    seconds: float | None = time.total
     if gpu:
         work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=asks or phase.accept is not None)
-        ranked = best_layouts(config, work, gpus, data_sheet(gpu))
-        layouts = {"layouts": _describe_layouts(ranked, gpu, gpus)}
+        sheet, own = data_sheet(gpu), _own_layout(training, config, phase, gpus)
+        ranked = best_layouts(config, work, gpus, sheet, only=own)
+        layouts = {"layouts": _describe_layouts(ranked, gpu, gpus, own)}
         seconds = ranked[0].seconds if ranked and ranked[0].fits else None
+        if gpus > 1:
+            both = [estimate(config, replace(work, checkpointing=less), one.layout, sheet) for one in ranked[:1] for less in (False, True)]
+            held = [int(both[0].state), *(int(one.bytes) for one in both)] if both else [None] * 3
     return {
         "name": phase.name, "steps": phase.steps, "tokens_per_step": sum(step), "tokens": round(sum(step) * steps), "flops": flops * steps,
         "flops_per_token": flops / sum(step), "arithmetic_intensity": accounting.intensity(config, step, precision),
-        "activation_bytes": accounting.activation_bytes(config, at_once, precision), "peak_bytes": peak - resting + resting // gpus,
-        "peak_bytes_checkpointing": checkpointing - resting + resting // gpus, **layouts, "seconds_per_step": seconds,
+        "activation_bytes": accounting.activation_bytes(config, at_once, precision), "state_bytes": held[0], "peak_bytes": held[1],
+        "peak_bytes_checkpointing": held[2], **layouts, "seconds_per_step": seconds,
         "share_of_matrices": time.matrices / time.total, "share_of_attention": time.attention / time.total,
         "share_of_memory": time.memory / time.total, "seconds": None if seconds is None else seconds * steps,
     }  # fmt: skip
 
 
-def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int) -> list[str]:
+def _own_layout(training: PretrainConfig, config: ModelConfig, phase: Phase, gpus: int) -> Layout | None:
+    """Return the training's own layout, repeated over the GPUs; None if it has none. Raise PunaError if the GPUs cannot run it."""
+    ((path, own),) = rank_jobs.layouts(training)
+    layout = own.repeated(gpus)
+    if not own.axes:
+        return None
+    if layout.processes != gpus:
+        raise PunaError(f"pretrain: {path} = {own} does not fit {gpus} GPUs; set --gpus to {own.processes} or a multiple of that")
+    if why := layout.refusal("cuda", config):
+        raise PunaError(f"pretrain: {path} = {own}: {why}")
+    if phase.full_rows < layout.readers:
+        raise PunaError(f"pretrain: {path} = {layout}: phase {phase.name} has {phase.full_rows} rows per step; {layout.readers} are needed")
+    return layout
+
+
+def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int, own: Layout | None) -> list[str]:
     """Return a line for each layout that fits; if none fits, one line, which names the layout with the least memory if there is any."""
     lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB per device ({one.reason})" for one in ranked]
     if not ranked:
         return [f"no tested layout divides the step and the model among {gpus} devices"]
     if not ranked[0].fits:
-        return [f"no tested layout fits into {gpu}. The least memory: {lines[0]}"]
+        return [f"{own or 'no tested layout'} {'does not fit' if own else 'fits'} into {gpu}. The least memory: {lines[0]}"]
     return lines

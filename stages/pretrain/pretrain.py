@@ -62,8 +62,8 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     """Return messages for: tokens that are missing or that no phase reads; `model` and `size` together; settings that these determine;
     unfit optimizer state; and too little memory (for a new model, embeddings do not count)."""
     starts = [name for name in ("model", "size") if facts.inputs.get(name)]
-    if misfits := _misfits(config, {*SOURCES} & {*facts.inputs}):
-        return misfits
+    if lines := misfits(config, {*SOURCES} & {*facts.inputs}):
+        return lines
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
     asks = bool(facts.inputs.get("tasks")) or any(phase.accept for phase in config.phases)
@@ -157,8 +157,8 @@ def _sources(
     given: dict[str, Artifact | None], config: PretrainConfig, tokenizer: Artifact, vocabulary: Vocabulary, folder: Path
 ) -> dict[str, Packed]:
     """Return name → packed tokens. Raise PunaError for tokens that are missing, unread or of another tokenizer."""
-    if misfits := _misfits(config, {name for name in SOURCES if given[name] is not None}):
-        raise PunaError(misfits[0])
+    if lines := misfits(config, {name for name in SOURCES if given[name] is not None}):
+        raise PunaError(lines[0])
     packed = {}
     for name, artifact in given.items():
         if artifact is None:
@@ -170,7 +170,7 @@ def _sources(
     return packed
 
 
-def _misfits(config: PretrainConfig, given: set[str]) -> list[str]:
+def misfits(config: PretrainConfig, given: set[str]) -> list[str]:
     """Return messages about tokens of `SOURCES` that a phase reads but that are not `given`, or that are given but not read."""
     read = {name: phase.name for phase in config.phases for name in sorted(phase.sources)}
     missing = [f"phase {read[name]} reads the tokens {name}, which are not given: name tokenize_{name} in the recipe, or give "

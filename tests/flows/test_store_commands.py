@@ -352,7 +352,7 @@ def test_a_number_that_json_lacks_is_null(monkeypatch: pytest.MonkeyPatch) -> No
         (("sql", "--file", "--json"), "--json prints rows"),
         (("list", "pages", "--runs"), "runs have no kind"),
         (("generate", "model@latest", "a prompt", "--passages", "2"), "--passages: name the documents"),
-        (("plan", "ingest", "--gpus", "2"), "--gpus 2: ingest neither pretrains nor samples"),
+        (("plan", "ingest", "--gpus", "2"), "--gpus 2: only pretraining and the stage sample are planned for GPUs, and ingest is neither"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(store: Store, words: tuple[str, ...], message: str) -> None:

@@ -45,7 +45,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate: a step's seconds by activity, the bytes on the fullest device, and whether these fit into its memory."""
+    """An estimate: a step's seconds by activity, the bytes on the fullest device, and whether these fit into its memory. `state`: those
+    bytes of weights, gradients and optimizer state."""
 
     layout: Layout
     work: Work
@@ -53,6 +54,7 @@ class Estimate:
     transfers: float
     bubble: float
     update: float
+    state: float
     bytes: float
     fits: bool
 
@@ -104,7 +106,8 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     bubble = (stages - 1 + absent * (layout.virtual_stages - 1)) / layout.virtual_stages * (compute + transfers)
     needed = process_bytes(config, work, layout, tokens, micro)
     transfers = micro * transfers + exposed + summed
-    return Estimate(layout, work, micro * compute, transfers, bubble, update, needed, needed <= FULL * sheet.memory)
+    state, fits = process_state(config, work, layout), needed <= FULL * sheet.memory
+    return Estimate(layout, work, micro * compute, transfers, bubble, update, state, needed, fits)
 
 
 def _speed(layout: Layout, axis: str, sheet: DataSheet) -> float:
@@ -132,6 +135,23 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
     return seconds
 
 
+def _rounded(work: Work, layout: Layout) -> Precision:
+    return "fp32" if layout.shard > 1 else work.precision  # FSDP2 rounds what it gathers, and has no rounded shards
+
+
+def _held(config: ModelConfig, layout: Layout) -> tuple[int, float, float]:
+    """Return the layers of the fullest device, their parameters, and its parameters before `shard` divides them."""
+    counts, layers = parameters(config), layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)
+    body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
+    return layers, body, (body + max(counts.embedding, counts.head) + (counts.head if layout.pipeline == 1 else 0)) / layout.tensor
+
+
+def process_state(config: ModelConfig, work: Work, layout: Layout) -> float:
+    """Return the bytes of weights, gradients and optimizer state on the fullest device."""
+    each = state_bytes(config, _rounded(work, layout), work.moments) / parameters(config).total
+    return each * _held(config, layout)[2] / layout.shard
+
+
 def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int = 0, micro: int = 1) -> float:
     """Return the peak bytes on the fullest device, in a step or, if that is more, between steps.
 
@@ -139,20 +159,16 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
     without gradients, and in fp32 a bucket of whole weights for saving, or all whole weights (`work.whole`).
     """
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
-    layers = layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)
-    body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
-    held = (body + max(counts.embedding, counts.head) + (counts.head if stages == 1 else 0)) / layout.tensor
-    rounded = "fp32" if layout.shard > 1 else work.precision  # FSDP2 rounds what it gathers, and has no rounded shards
-    state = state_bytes(config, rounded, work.moments) / counts.total
+    layers, body, held = _held(config, layout)
     activations = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer
     kept = element * tokens * config.hidden_size if work.checkpointing else activations  # of a layer, of each micro-batch under way
     rows = kept * layers * min(micro, stages) + activations * work.checkpointing
-    needed = state * held / layout.shard + rows / (layout.tensor * layout.context)
+    needed = process_state(config, work, layout) + rows / (layout.tensor * layout.context)
     if layout.shard > 1:  # two layers' weights, one layer's gradient and its reduce-scatter; twice the weights outside layers
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
     if layout.axes <= {"data"}:
         return needed
-    resting = max(0, work.moments) + (4 if rounded == "fp32" else 6)  # below 0: frozen weights have no gradients either
+    resting = max(0, work.moments) + (4 if _rounded(work, layout) == "fp32" else 6)  # below 0: frozen weights have no gradients either
     largest = max(counts.embedding, config.hidden_size * config.intermediate_size, counts.experts / config.num_hidden_layers * 2 / 3)
     gathered = counts.total if work.whole else min(counts.total, BUCKET + largest)
     return max(needed, resting * held / layout.shard + 4 * gathered)
@@ -171,12 +187,14 @@ def layouts(devices: int) -> Iterator[Layout]:
                     continue
 
 
-def best_layouts(config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, **used: object) -> list[Estimate]:
+def best_layouts(
+    config: ModelConfig, work: Work, devices: int, sheet: DataSheet, most: int = 3, only: Layout | None = None, **used: object
+) -> list[Estimate]:
     """Return up to `most` estimates that fit, fastest first, one per set of axes; if none fits, the one with the fewest bytes.
-    `checkpointing` is varied. Layouts refused on GPUs (`used`: see `Layout.refusal`) are left out."""
+    `checkpointing` is varied. Layouts refused on GPUs (`used`: see `Layout.refusal`) are left out. `only`: the one layout to estimate."""
     fitting: dict[frozenset[str], Estimate] = {}
     smallest: Estimate | None = None
-    for layout in [Layout()] if devices == 1 else layouts(devices):
+    for layout in [only or Layout()] if only or devices == 1 else layouts(devices):
         try:
             able = (False, True) if layout.refusal("cuda", config, **used) is None else ()
             estimates = [estimate(config, replace(work, checkpointing=less), layout, sheet) for less in able]
