@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,14 @@ WAIT = 30  # seconds between lines that say that Ray has no room
 PR_SET_PDEATHSIG = 1
 
 
-def place() -> tuple[str, int]:
-    """Return this machine's address and a free port."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-
 class Rank:
     """A process of the training."""
 
     def place(self) -> tuple[str, int]:
-        return place()
+        """Return this machine's address and a free port."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def run(self, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
         """Run the command; return its status and the last lines of its errors."""
@@ -60,10 +57,14 @@ def attempt(command: list[str], processes: int, gpus: float, number: int, cwd: s
     options: dict[str, Any] = {"placement_group": group, "num_cpus": 1, "num_gpus": gpus, "runtime_env": environment}
     actors = [ray.remote(Rank).options(**options, placement_group_bundle_index=rank).remote() for rank in range(processes)]
     try:
-        host, port = ray.get(actors[0].place.remote())
+        places = ray.get([actor.place.remote() for actor in actors])
+        (host, port), machines = places[0], Counter(machine for machine, _ in places)
         common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "TORCHELASTIC_RESTART_COUNT": str(number)}
         # Ray shows each task only its own GPUs: they are number 0 there.
-        waiting = [actor.run.remote(command, common | {"RANK": str(rank), "LOCAL_RANK": "0"}) for rank, actor in enumerate(actors)]
+        waiting = []
+        for rank, (actor, (machine, _)) in enumerate(zip(actors, places, strict=True)):
+            own = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(machines[machine])}
+            waiting.append(actor.run.remote(command, common | own))
         first, statuses = waiting[0], []
         while waiting:
             (done,), waiting = ray.wait(waiting)

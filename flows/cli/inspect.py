@@ -143,11 +143,12 @@ def list_(
 
 def leads(processes: int, modules: list[str] | None = None) -> bool:
     """Return True in rank 0, which runs the command. Other ranks join each distributed stage until rank 0 ends, then return False.
-    If `processes` > 1 and the ranks are not started yet, start them and exit with their status."""
+    If `processes` > 1 and the ranks are not started yet, start them and exit with their status. The tasks of a Slurm step are ranks."""
+    os.environ.update(ranks.slurm())
     if processes > 1 and ranks.count() == 1:
         raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
     if processes not in (1, ranks.count()):
-        raise PunaError(f"--processes {processes}: {ranks.count()} processes run already (WORLD_SIZE, as of torchrun); leave it out")
+        raise PunaError(f"--processes {processes}: {ranks.count()} processes run already (WORLD_SIZE, of torchrun or srun); leave it out")
     ranks.join()
     if ranks.follows():
         from puna.flows.engine.trace import load_stages

@@ -75,8 +75,8 @@ def plan(
     A step's time, disk and memory are estimated from its earlier runs in the store. A step that depends on steps still to run is run only
     if their output is new. The cost of pretraining is computed from the model's shape, which comes from the recipe, the input model or
     choose_size. A packed row counts as one long document, which makes attention cost most. Times are computed from this CPU's measured
-    rates or the GPU's data sheet. For several GPUs, the recipe's own layout is planned or, without one, the fastest tested layouts that fit:
-    at most three, one per set of parallel axes. Bytes are those of one device under the first layout.
+    rates or the GPU's data sheet. For several GPUs, the plan is for the recipe's own layout or, without one, for the fastest tested layouts
+    that fit: at most three, one per set of parallel axes. Bytes are those of one device under the first layout.
     """
     from puna.flows.engine.cost import Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request

@@ -1,6 +1,6 @@
 """Processes of distributed stages: rank 0 runs the flow, and the other ranks, called followers, join it in each stage with `ranks=True`.
 
-torchrun, or `start` on this machine, starts all processes with the same command line. Rank 0 sends jobs to the followers through the
+torchrun, srun, or `start` on this machine, starts all processes with the same command line. Rank 0 sends jobs to the followers through the
 key-value store of torch.distributed; results are exchanged within the stage, not through that store."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,22 +34,56 @@ LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error is more informative, can end first."""
 END, GONE = "end", "the process with the key-value store of all ranks is gone: rank 0, or an agent of torchrun"
 ONE = Layout()
+SLURM = "JOB_ID STEP_ID STEP_NODELIST STEP_TASKS_PER_NODE NODEID PROCID LOCALID"
+"""Variables that srun sets in each task of a step, after SLURM_."""
+
+
+def number(name: str, default: int = 0, least: int = 0) -> int:
+    """Return an environment variable of the launch. Raise PunaError if it is set, but not to a whole number of at least `least`."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise PunaError(f"{name}={text}: must be a whole number of at least {least}; unset it, or let torchrun or --processes set it")
+    return int(text)
+
+
+def slurm() -> dict[str, str]:
+    """Return torch's variables for this task of a Slurm step: none if the step has one task or WORLD_SIZE is set. Raise PunaError if one of
+    Slurm's variables is missing."""
+    tasks = 1 if "WORLD_SIZE" in os.environ else number("SLURM_STEP_NUM_TASKS", 1)
+    if tasks == 1:
+        return {}
+    if missing := ", ".join(f"SLURM_{name}" for name in SLURM.split() if not os.environ.get(f"SLURM_{name}")):
+        raise PunaError(f"this is one of {tasks} tasks of a Slurm step, and cannot join the others without {missing}: start all with srun, "
+                        "or set WORLD_SIZE=1 for a run of its own")  # fmt: skip
+    node, job, step = map(number, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])  # 8(x2),4: 8 tasks on two nodes, then 4
+    here = [size for size, times in counts for _ in range(int(times or 1))][node : node + 1]
+    # Of n[07-09,12]-ib,m1 the first host is n07-ib. The port is below those that the system gives out, and differs between steps.
+    host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).split(",")[0]
+    own = {"MASTER_ADDR": host, "MASTER_PORT": str(10_000 + (31 * job + step) % 10_000), "LOCAL_WORLD_SIZE": here[0] if here else "1"}
+    own["OMP_NUM_THREADS"] = os.environ.get("SLURM_CPUS_PER_TASK", "1")
+    ranks = {"WORLD_SIZE": str(tasks), "RANK": os.environ["SLURM_PROCID"], "LOCAL_RANK": os.environ["SLURM_LOCALID"]}
+    return {name: value for name, value in own.items() if name not in os.environ} | ranks
 
 
 def count() -> int:
     """Return the number of processes in this launch."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return number("WORLD_SIZE", 1, 1)
 
 
 def follows() -> bool:
     """True in every process except rank 0."""
-    return count() > 1 and os.environ.get("RANK") != "0"
+    return count() > 1 and number("RANK") > 0
 
 
 def join() -> None:
     """Join the process group of this launch, if there is one. Raise PunaError if an environment variable or another rank is missing."""
     if count() == 1:
         return
+    for name in ("MASTER_PORT", "LOCAL_RANK"):
+        number(name)
+    if number("RANK") >= count():
+        raise PunaError(f"RANK={number('RANK')}: the ranks of WORLD_SIZE={count()} processes are 0 to {count() - 1}; number them so")
     import torch
 
     from puna.models.training.parallel import mesh
@@ -122,7 +157,7 @@ def tell(line: str) -> None:
     """Send a line of this process's log to rank 0."""
     from puna.models.training.parallel import mesh
 
-    rank = int(os.environ["RANK"])
+    rank = number("RANK")
     _lines[rank] = _lines.get(rank, 0) + 1
     with contextlib.suppress(RuntimeError):
         mesh.store().set(f"line-{rank}-{_lines[rank]}", line)

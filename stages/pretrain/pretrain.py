@@ -70,12 +70,12 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
-        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, compute=config.compute, whole=asks)]
+        return [*in_vain, *others, *training_memory(facts, "model", config.optimizer, config=config, whole=asks)]
     shape, each = config.model.complete(1, 2048), HELD_BYTES + GRADIENT_BYTES + config.optimizer.state_bytes
     remedy = "make the model smaller (model.num_hidden_layers, …), or take another machine"
     # The vocabulary may not be known yet: 4096 tokens are enough to check each layout.
     fitting = shape.replace(vocab_size=4096)
-    return memory(facts, parameters(shape).total, each, remedy, config.compute, fitting, whole=asks)
+    return memory(facts, parameters(shape).total, each, remedy, config, fitting, whole=asks)
 
 
 def code_named(inputs: Mapping[str, Sequence[Artifact | External]]) -> list[tuple[str, str]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from puna.models.config import ModelConfig
 from puna.models.training.parallel.layout import CUT, Layout
 from puna.models.training.rl_settings import RolloutSettings
-from puna.models.training.settings import ComputeSettings, OptimizerSettings, TrainingSettings
-from puna.stages.contract import Facts
+from puna.models.training.settings import OptimizerSettings, TrainingSettings
+from puna.stages.contract import Facts, StageConfig, rank_jobs
 from puna.stages.executors import ranks
 from puna.stages.training.settings import AdaptableConfig, AdapterConfig, SftConfig
 from puna.stages.training.train import check_one_tokenizer, device
@@ -67,24 +66,24 @@ def one_tokenizer(facts: Facts, *inputs: str) -> list[str]:
 
 
 def memory(
-    facts: Facts, parameters: int, bytes_each: int, remedy: str, compute: ComputeSettings | None = None,
+    facts: Facts, parameters: int, bytes_each: int, remedy: str, config: StageConfig | None = None,
     model: Artifact | ModelConfig | None = None, generate: int = 0, whole: bool = False, **used: object,
 ) -> list[str]:  # fmt: skip
-    """Return an error message if a training layout is not supported (see `Layout.refusal` for `used`), or if the free memory, if known, is
-    too small for `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`: artifact or shape.
-    `whole`: each process needs the whole weights between steps."""
-    layout = Layout() if compute is None else compute.layout
-    if compute is not None and not (generate and layout.axes):
+    """Return an error message if the training layout in `config` is not supported (see `Layout.refusal` for `used`), or if the free memory,
+    if known, is too small for `parameters` of `bytes_each` bytes in each process on this machine. Activations do not count. `model`:
+    artifact or shape. `whole`: each process needs the whole weights between steps."""
+    path, layout = next(rank_jobs.layouts(config)) if config is not None else ("", Layout())
+    if config is not None and not (generate and layout.axes):
         layout = layout.repeated(max(1, ranks.count() - generate))
-    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.processes)
+    here = min(ranks.number("LOCAL_WORLD_SIZE", 1, 1), layout.processes)
     free, needed, where = facts.available_memory_bytes, float(here * parameters * bytes_each), ""
-    if layout.axes and compute is not None:
+    if layout.axes:
         from puna.models.formats.checkpoint import read_config
         from puna.models.training.parallel.estimate import Work, process_bytes
 
         place, shape = device().type, read_config(model.path()) if isinstance(model, Artifact) else model
         if why := layout.refusal(place, shape, **used):
-            return [f"compute.layout: {why}"]
+            return [f"{path}: {why}"]
         where = f" in {here} processes of the layout {layout}"
         if shape is not None and layout.axes & CUT:
             work = Work(1, 1, 1, "fp32", moments=bytes_each - HELD_BYTES - GRADIENT_BYTES, whole=whole)
@@ -128,7 +127,7 @@ def adaptable(facts: Facts, name: str, training: TrainingSettings | RolloutSetti
     used = {**own, "neftune_alpha": noise, "generate": getattr(training, "generate", 0)}
     # Policies and students sample answers, mostly from whole weights with merged adapters.
     used["whole"] = name != "model" or lora or bool(facts.inputs.get("tasks"))
-    trained = training_memory(facts, name, training.optimizer, config.method, compute=training.compute, **used)
+    trained = training_memory(facts, name, training.optimizer, config.method, config=config, **used)
     return [*chat_template(facts, name), *trained, *config.unmet()]
 
 

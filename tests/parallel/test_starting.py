@@ -253,7 +253,7 @@ def test_after_the_last_restart_no_other_is_announced(monkeypatch: pytest.Monkey
     assert lines[3] == "a process was ended by SIGKILL: the run ends after 3 restarts; start it again"
 
 
-def test_a_ray_without_room_and_its_last_restart_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_ray_without_room_its_ranks_and_its_last_restart_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     class Group:
         room = 0
 
@@ -272,9 +272,21 @@ def test_a_ray_without_room_and_its_last_restart_are_said(monkeypatch: pytest.Mo
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    with pytest.raises(AttributeError, match="remote"):  # the room is there
-        script.attempt(["puna"], 2, 1.0, 0, "/")
-    assert capsys.readouterr().err == "Ray has no room yet for 2 processes with 1 GPUs each (--processes, --gpus): waiting\n"
+    started: list[dict[str, str]] = []
+
+    class Actor:
+        def __init__(self, number: int) -> None:
+            self.place = SimpleNamespace(remote=lambda: (f"machine {number // 2}", 7))
+            self.run = SimpleNamespace(remote=lambda command, own: started.append(own) or (0, ""))
+
+    numbers = iter(range(3))
+    ray.remote = lambda kind: SimpleNamespace(options=lambda **more: SimpleNamespace(remote=lambda: Actor(next(numbers))))
+    ray.wait, ray.kill = lambda waiting: (waiting[:1], waiting[1:]), lambda actor: None
+    assert script.attempt(["puna"], 3, 1.0, 0, "/") == 0  # the room is there
+    assert [(own["RANK"], own["LOCAL_WORLD_SIZE"], own["MASTER_ADDR"]) for own in started] == [
+        ("0", "2", "machine 0"), ("1", "2", "machine 0"), ("2", "1", "machine 0"),
+    ]  # fmt: skip
+    assert capsys.readouterr().err == "Ray has no room yet for 3 processes with 1 GPUs each (--processes, --gpus): waiting\n"
     monkeypatch.setattr(script, "attempt", lambda *given: None)
     monkeypatch.setattr(sys, "argv", ["ray_ranks.py", "--processes", "2", "run", "sft"])
     assert script.main() == 1
@@ -285,7 +297,7 @@ def test_a_ray_without_room_and_its_last_restart_are_said(monkeypatch: pytest.Mo
 
 def test_a_number_of_processes_that_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PunaError, match=r"--processes 4: 2 processes run already \(WORLD_SIZE, as of torchrun\); leave it out"):
+    with pytest.raises(PunaError, match=r"--processes 4: 2 processes run already \(WORLD_SIZE, of torchrun or srun\); leave it out"):
         leads(4)
 
 
@@ -329,6 +341,11 @@ TOLD = """
 import os, sys, time
 from puna.flows.engine.console import tee_stderr
 from puna.stages.executors import ranks
+for torch, slurm in (("WORLD_SIZE", "STEP_NUM_TASKS"), ("RANK", "PROCID"), ("LOCAL_RANK", "LOCALID")):
+    os.environ[f"SLURM_{slurm}"] = os.environ.pop(torch)
+del os.environ["MASTER_ADDR"]
+os.environ.update({f"SLURM_{name}": "1" for name in ("JOB_ID", "STEP_ID", "STEP_TASKS_PER_NODE", "NODEID")}, SLURM_STEP_NODELIST="localhost,m[07-09]")
+os.environ.update(ranks.slurm())
 ranks.join()
 if ranks.follows():
     ranks.LOOK = 1.0
@@ -346,7 +363,7 @@ else:
 
 
 def test_lines_of_other_ranks_reach_the_first_one_which_leaves_when_all_have_ended(capfd: pytest.CaptureFixture[str]):
-    """Rank 0 holds the store, which the other ranks poll once a second."""
+    """Rank 0 holds the store, which the other ranks poll once a second. All know their ranks from the variables of a Slurm step only."""
     assert processes.start([sys.executable, "-c", TOLD], 3) == 0
     lines = [f"rank {rank}: {line}" for rank in (1, 2) for line in ("one", "two of sft")]
     assert capfd.readouterr().out.splitlines()[-1] == str(lines)
@@ -383,6 +400,47 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
     monkeypatch.delenv(name)
     with pytest.raises(ValueError, match=f"{name} not set"):
         join()
+
+
+STEP = {
+    "SLURM_STEP_NUM_TASKS": "20", "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-08,12]-ib,m1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2", "SLURM_PROCID": "17", "SLURM_LOCALID": "1", "SLURM_CPUS_PER_TASK": "6",
+}  # fmt: skip
+
+
+def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch: pytest.MonkeyPatch):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "20")  # of the job: its batch script is no task of a step
+    assert processes.slurm() == {}
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    port = 10_000 + (31 * 4711 + 2) % 10_000
+    assert processes.slurm() == {
+        "WORLD_SIZE": "20", "RANK": "17", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07-ib", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "6",
+    }  # fmt: skip
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    monkeypatch.setenv("MASTER_PORT", "9000")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    assert processes.slurm()["LOCAL_WORLD_SIZE"] == "8" and not {"MASTER_ADDR", "MASTER_PORT"} & {*processes.slurm()}
+    monkeypatch.delenv("SLURM_STEP_NODELIST")
+    with pytest.raises(PunaError, match="one of 20 tasks of a Slurm step, and cannot join the others without SLURM_STEP_NODELIST: start"):
+        leads(1)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a run of its own, or torchrun's
+    assert processes.slurm() == {} and leads(1)
+
+
+@pytest.mark.parametrize("name, value, problem", [
+    ("WORLD_SIZE", "two", "must be a whole number of at least 1; unset it, or let torchrun or --processes set it"),
+    ("WORLD_SIZE", "0", "must be a whole number of at least 1"), ("RANK", "-1", "must be a whole number of at least 0"),
+    ("RANK", "2", "the ranks of WORLD_SIZE=2 processes are 0 to 1"), ("MASTER_PORT", "http", "must be a whole number"), ("LOCAL_RANK", "", "must be"),
+])  # fmt: skip
+def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str):
+    for one, own in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", name: value}.items():
+        monkeypatch.setenv(one, own)
+    with pytest.raises(PunaError, match=f"^{name}={value}: {problem}"):
+        leads(1)
 
 
 def test_a_port_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch):
