@@ -44,6 +44,12 @@ class Settings(BaseModel):
         """Return a validated copy with the values in `changes`. A mapping for a group changes the group's default, not its value."""
         return type(self).model_validate(dict(self) | changes)
 
+    def refuse_unused(self, why: str, *names: str, group: str = "") -> None:
+        """Raise ValueError if a named field differs from its default: it has no effect, because `why`. `group`: these settings' field."""
+        for name in names:
+            if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{group}{name} {value} has no effect: {why}; leave it out")
+
 
 def _forget(settings: object, value: Any) -> None:
     """Remove from `value`, in place, the fields that do not affect results. `value`: JSON value of the settings or list of settings."""

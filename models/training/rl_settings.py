@@ -71,9 +71,10 @@ class RolloutSettings(Settings):
             raise ValueError(f"generate {self.generate} is not a multiple of generate_tensor {self.generate_tensor} processes")
         if self.schedule.ema or self.schedule.average:
             raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
-        for name in ("spike_window", "spike_limit", "max_skipped"):
-            if (value := getattr(self.optimizer, name)) != OptimizerSettings.model_fields[name].default:
-                raise ValueError(f"optimizer.{name} {value} has no effect: rollouts have no spike detection, and stop when two are skipped")
+        spikes = "rollouts have no spike detection, and stop when two are skipped"
+        self.optimizer.refuse_unused(spikes, "spike_window", "spike_limit", "max_skipped", group="optimizer.")
+        if self.engine == "puna":
+            self.refuse_unused("it is for engine vllm", "importance_cap", "gpu_memory")
         self.training(self.schedule.learning_rate)
         return self
 
@@ -143,6 +144,8 @@ class GrpoSettings(RolloutSettings):
                 "ratio sequence weighs whole answers: set normalizer to answers and surrogate to clipped, not "
                 f"{self.normalizer} and {self.surrogate}"
             )
+        if self.surrogate == "cispo" and self.clip_high is not None:
+            self.refuse_unused("surrogate cispo has no lower bound, and clip_high is the upper one", "clip")
         if self.engine == "vllm" and self.turns > 1:
             raise ValueError(f"engine vllm answers in one turn: set turns to 1, not {self.turns}, or engine to puna")
         if self.credit == "steps" and (self.ratio == "sequence" or self.baseline == "rloo"):

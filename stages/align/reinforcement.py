@@ -51,9 +51,13 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
     gold: bool = Field(False, description="With reward=reward_model: also score about 8 rollouts with verifiers, and plot both against KL")
 
     @model_validator(mode="after")
-    def _vllm_reads_whole_weights(self) -> Self:
+    def _consistent_rewards(self) -> Self:
         if self.engine == "vllm" and self.method == "lora":
             raise ValueError("engine=vllm loads the policy's full matrices, without merging adapters; set method to full")
+        if self.reward != "reward_model":
+            self.refuse_unused(f"reward {self.reward} always has the verifiers' scores", "gold")
+        elif not self.gold and getattr(self, "turns", 1) == 1:
+            self.refuse_unused("reward reward_model without gold asks no verifier", "scoring")
         return self
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.contract import StageConfig
 from puna.stages.training.turns import steps_of, to_score
@@ -52,6 +52,14 @@ class RewardSettings(StageConfig):
     center: Center = Field("start", description=CENTER)
     ensemble: Ensemble = Field("mean", description=ENSEMBLE)
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the prompts' verifiers")
+
+    @model_validator(mode="after")
+    def _reward_has_these_parts(self) -> Self:
+        if self.reward != "product":
+            self.refuse_unused("it is a part of reward product", "floor", "center")
+        if self.reward == "verifier":
+            self.refuse_unused("reward verifier asks no reward model", "ensemble")
+        return self
 
 
 @dataclass(frozen=True)

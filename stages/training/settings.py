@@ -31,6 +31,12 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
     method: Literal["full", "lora"] = Field("full", description="full: all weights; lora: low-rank adapters, merged at the end")
     lora: LoraSettings = Field(LoraSettings(), description="Settings of the adapters, if method is `lora`")
 
+    @model_validator(mode="after")
+    def _adapters_are_used(self) -> Self:
+        if self.method == "full":
+            self.refuse_unused("method is full", "lora")
+        return self
+
     @property
     def quantization(self) -> Literal["none", "nf4"]:
         """Return the number format that frozen matrices are quantised to in training, or none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -355,6 +356,54 @@ def test_settings_of_skipped_steps_that_rollouts_do_not_have_are_refused(name: s
         with pytest.raises(ValueError, match=rf"optimizer\.{name} {value} has no effect: rollouts have no spike detection"):
             kind(optimizer={name: value})
         assert kind(optimizer={"max_skipped": 5, "spike_window": 0}).optimizer.spike_limit == 10
+
+
+OTHER: dict[str, Any] = {
+    "rollouts": 3, "prompts": 3, "answers": 6, "epochs": 3, "minibatches": 1, "schedule": {"learning_rate": 0.02}, "optimizer": {"beta2": 0.9},
+    "clip": 0.07, "entropy_weight": 0.1, "kl_coefficient": 0.5, "temperature": 1.5, "max_tokens": 3, "unfinished_penalty": 0.2, "max_stale": 1,
+    "importance_cap": 1.5, "gpu_memory": 0.3, "critic_learning_rate": 0.02, "value_clip": 0.01, "gamma": 0.5, "lam": 0.5,
+    "normalize_rewards": False, "baseline": "rloo", "credit": "steps", "surrogate": "cispo", "ratio": "sequence", "normalizer": "constant",
+    "clip_high": 0.04, "resample": 2,
+}  # fmt: skip
+"""Setting -> another value than those of `VARIANTS`. A new setting must have one, or be named in `ELSEWHERE`."""
+ELSEWHERE = {"compute", "generate", "generate_tensor", "engine", "turns"}
+"""Settings of speed, or of what this test has not: several processes, vLLM, environments."""
+SAMPLING = {"rollouts", "prompts", "answers", "epochs", "minibatches", "schedule", "optimizer", "max_tokens", "max_stale", "resample"}
+"""Settings that are tried with one loss only, since no loss reads them."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ppo": {}, "grpo": {}, "cispo": {"surrogate": "cispo", "clip": 0.2},
+    "cispo_high": {"surrogate": "cispo", "clip": 0.2, "clip_high": 0.02},
+    "gspo": {"ratio": "sequence", "normalizer": "answers", "clip": 0.01}, "steps": {"credit": "steps"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_setting_changes_the_weights_or_is_refused(variant: str):
+    kind = PpoSettings if variant == "ppo" else GrpoSettings
+
+    def scorer(prompts, completions):  # prompts of one token have equal rewards, so that `resample` draws others
+        scores = [[0.5 if len(prompt) == 1 else c.tokens[0] / 11 for c in row] for prompt, row in zip(prompts, completions, strict=True)]
+        steps = [[[(1, float(len(prompt) > 1 and c.tokens[0] > 5))] for c in row] for prompt, row in zip(prompts, completions, strict=True)]
+        return {"score": scores, "steps": steps}
+
+    def digest(values: dict[str, Any]) -> str:
+        given = {"rollouts": 2, "prompts": 4, "answers": 4, "max_tokens": 4, "epochs": 2, "minibatches": 2, "clip": 0.05, "unfinished_penalty": 0.0}
+        given |= {"schedule": {"learning_rate": 3e-2, "warmup_steps": 0, "shape": "constant"}, "compute": {"micro_batch_tokens": 64}}
+        given |= {"value_clip": 0.05} if kind is PpoSettings else {}
+        policy, config = model(), kind(**given | VARIANTS[variant] | values)
+        (run if kind is PpoSettings else by_group)(config, policy, scorer)
+        return weights_digest(policy)
+
+    plain, refused = digest({}), set()
+    for name in kind.model_fields.keys() - ELSEWHERE - (set() if variant in ("ppo", "grpo") else SAMPLING):
+        if OTHER[name] != VARIANTS[variant].get(name):
+            try:
+                assert digest({name: OTHER[name]}) != plain, f"{name}={OTHER[name]} changes nothing and is not refused"
+            except ValueError as error:
+                assert name in str(error)
+                refused.add(name)
+    also = {"ppo": set(), "gspo": {"normalizer", "surrogate", "credit"}, "steps": {"baseline", "ratio"}, "cispo_high": {"ratio", "clip"}}
+    assert refused == {"importance_cap", "gpu_memory"} | also.get(variant, {"ratio"})
 
 
 @pytest.mark.parametrize("who", ["policy", "critic"])

@@ -23,13 +23,16 @@ from puna.models.forest import Forest
 from puna.models.formats.checkpoint import load
 from puna.models.generation import Completion
 from puna.models.tokens.tokenizer import Tokenizer
+from puna.models.training.rl_settings import RolloutSettings
 from puna.models.training.trainer import Trainer
-from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, grpo, ppo
+from puna.stages.align.average import SearchConfig
+from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, RolloutsConfig, grpo, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.contract import Facts, InputFacts, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids
 from puna.stages.training.rewards import rewards_of
+from puna.stages.training.settings import AdapterConfig
 from puna.stages.verifiers import scoring
 from puna.stages.verifiers.base import Score, ScoringConfig
 from puna.stages.verifiers.registry import to_text
@@ -89,7 +92,7 @@ def test_without_a_critic_the_reward_rises_too(tmp_path: Path, tiny_model: Tiny,
     model = tiny_model(store)
     given = {name: value for name, value in SETTINGS.items() if name != "critic_learning_rate"} | {"epochs": 2}
     given |= {"schedule": {"learning_rate": 3e-2 if method == "lora" else 5e-3}}
-    config = GrpoConfig(method=method, lora={"rank": 4}, **loss, **given)
+    config = GrpoConfig(method=method, **({"lora": {"rank": 4}} if method == "lora" else {}), **loss, **given)
     made = execute(grpo, config, {"policy": model, "prompts": asked(store)}, store)
     scores = made.read("training_log")["score"].to_pylist()
     # A rollout has 48 answers, with a standard error of .07: only the later four together show the increase.
@@ -253,6 +256,39 @@ def test_the_product_is_centered_by_the_start(tmp_path: Path, tiny_model: Tiny) 
     zero = execute(grpo, GrpoConfig(center="zero", **few), given, store).manifest.metrics
     assert still["center"] == fast["center"] != 0 and "center" not in zero
     assert still["first_score"] != zero["first_score"]
+
+
+PARTS: dict[str, Any] = {"floor": 0.5, "center": "zero", "ensemble": "min", "gold": True, "scoring": {"seconds": 9.0}}
+"""Setting of the reward -> another value; the settings of `RewardSettings` and `RolloutsConfig` must have one."""
+UNUSED = {"verifier": {"floor", "center", "ensemble", "gold"}, "reward_model": {"floor", "center", "scoring"}, "product": {"gold"}}
+
+
+@pytest.mark.parametrize("reward", UNUSED)
+def test_each_part_of_the_reward_changes_the_run_or_is_refused(tmp_path: Path, tiny_model: Tiny, reward: str) -> None:
+    store = Store.open(tmp_path)
+    model = tiny_model(store)
+    given = {"policy": model, "prompts": asked(store), "reward_model": [rewarding(store, one) for one in (model, tiny_model(store, 1))]}
+    few = {"rollouts": 1, "prompts": 4, "answers": 4, "max_tokens": 4, "minibatches": 1, "reward": reward}
+
+    def digest(**more: Any) -> tuple[str, list[str]]:
+        made = execute(grpo, GrpoConfig(**few | more), given, store)
+        return made.data_digest, made.read("training_log").column_names
+
+    plain, refused = digest(), set()
+    own = RolloutsConfig.model_fields.keys() - RolloutSettings.model_fields.keys() - AdapterConfig.model_fields.keys() - {"reward"}
+    for name in own:
+        try:
+            changed = digest(**{name: PARTS[name]}) != plain
+            # A limit that no verifier reaches changes nothing.
+            assert changed or name == "scoring", f"{name}={PARTS[name]} changes nothing and is not refused"
+        except ValueError as error:
+            assert f"{name} " in str(error) and "leave it out" in str(error)
+            refused.add(name)
+    assert refused == UNUSED[reward]
+    with pytest.raises(ValueError, match="lora .*has no effect: method is full; leave it out"):
+        GrpoConfig(**few, lora={"rank": 4})
+    with pytest.raises(ValueError, match=r"floor 0.5 has no effect: it is a part of reward product; leave it out"):
+        SearchConfig(floor=0.5)
 
 
 @stage(kind="evaluation", version="1")
