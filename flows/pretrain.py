@@ -16,7 +16,7 @@ from puna.stages.experiments.choose_size import choose_size
 from puna.stages.experiments.ladder import LadderConfig, ladder
 from puna.stages.experiments.law import law
 from puna.stages.experiments.phase_gains import phase_gains
-from puna.stages.pretrain.mix import mix
+from puna.stages.pretrain.mix import MixConfig, mix
 from puna.stages.pretrain.pretrain import PretrainConfig
 from puna.stages.pretrain.pretrain import pretrain as train
 from puna.stages.pretrain.split import SplitConfig, split
@@ -55,6 +55,8 @@ def pretrain(
         token_table = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
         if own and not token_table:
             raise PunaError(f"mix_{name}: no step reads this mixture; add {label} to the recipe")
+        if verdict and name == "best":
+            _check_verdict(own, token_table)
         further.append(token_table or None)
     fresh, long, best = further
     inputs: dict[str, Any] = {"tokens": tokens, "tokenizer": vocabulary, "fresh": fresh, "long": long, "best": best, "model": model}
@@ -81,6 +83,17 @@ def _check_heldout(mixture: Output) -> None:
     none = not mixture or any(isinstance(config, SplitConfig) and config.heldout_fraction == 0 for config in sides)
     if none and configs(Step("evaluate_base", "evaluate_base", evaluate)):
         raise PunaError("evaluate_base measures documents that split holds out: hold some out, or leave it out (evaluate_base=null)")
+
+
+def _check_verdict(mixture: Output, tokens: Output) -> None:
+    """Raise PunaError if the recipe's best data would ignore the verdict of `anneal_experiment`."""
+    configs = current_walk().configs(Step("mix_best", "mix_best", mix, off=True))
+    if any(isinstance(config, MixConfig) and config.weights for config in configs):
+        raise PunaError("mix_best.weights and anneal_experiment both set the best mixture: leave out mix_best.weights, so that the "
+                        "experiment sets it, or anneal_experiment")  # fmt: skip
+    if tokens and not mixture:
+        raise PunaError("tokenize_best reads no verdict of anneal_experiment without mix_best: name mix_best in the recipe (mix_best: {}), "
+                        "or leave out anneal_experiment")  # fmt: skip
 
 
 def _size(tokens: Output, vocabulary: Output) -> Output | None:

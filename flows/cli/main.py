@@ -72,13 +72,14 @@ def plan(
     """Show the steps that are reused or would run, with their cost. For pretraining, add parameters, FLOPs, memory and time; for the stage
     `sample`, KV cache memory and minimum time. Without --gpu, pretraining that would take this CPU years is planned for H100 GPUs.
 
-    A step's time, disk and memory are estimated from its earlier runs in the store. A step that depends on steps still to run is run only
-    if their output is new. The cost of pretraining is computed from the model's shape, which comes from the recipe, the input model or
-    choose_size. A packed row counts as one long document, which makes attention cost most. Times are computed from this CPU's measured
-    rates or the GPU's data sheet. For several GPUs, the plan is for the recipe's own layout or, without one, for the fastest tested layouts
-    that fit: at most three, one per set of parallel axes. Bytes are those of one device under the first layout.
+    A recipe, an input or a layout that `puna run` would refuse before its first step is refused here, too; a lack of memory only if the
+    plan is for this CPU. A step's time, disk and memory are estimated from its earlier runs in the store. A step that depends on steps
+    still to run is run only if their output is new. The cost of pretraining is computed from the model's shape, which comes from the
+    recipe, the input model or choose_size. A packed row counts as one long document, which makes attention cost most. Times are computed
+    from this CPU's measured rates or the GPU's data sheet. For several GPUs, the plan is for the recipe's own layout or, without one, for
+    the fastest tested layouts that fit: at most three, one per set of parallel axes. Bytes are those of one device under the first layout.
     """
-    from puna.flows.engine.cost import Total, answering, pretraining, steps_of
+    from puna.flows.engine.cost import CPU, Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
     from puna.flows.engine.plan import STATES
 
@@ -95,6 +96,8 @@ def plan(
         raise PunaError(f"--gpus {gpus}: the cost of sample is planned for one GPU; leave --gpus out")
     estimate = pretraining(target, request, steps, store, gpu, gpus) if trains else {}
     costs = answering(sample, request, store, gpu) if sample is not None else []
+    if gpu is None and estimate.get("device", CPU) == CPU:
+        steps_of(request, store, PROCESSES)  # the memory that a run here needs
     if as_json:
         summary = {**estimate, **({"answering": costs} if costs else {})}
         return typer.echo(json_text({**summary, "steps": [asdict(step) for step in steps], "expected": asdict(Total.of(steps))}))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from puna.flows.engine import preflight
 from puna.flows.engine.declare import Flow
 from puna.flows.engine.inputs import existing_sample, parse_inputs, reads_sample
-from puna.flows.engine.launch import Request, stage_config, stage_inputs, target_named
-from puna.flows.engine.plan import Expected, PlannedStep, plan_flow, plan_stage
+from puna.flows.engine.launch import Request, checked_inputs, stage_config, stage_inputs, target_named
+from puna.flows.engine.plan import Expected, Experience, PlannedStep, Planner, plan_stage
 from puna.flows.engine.recipe import Recipe
+from puna.flows.engine.trace import load_stages
 from puna.flows.html.markup import size
 from puna.models.config import ModelConfig
 from puna.models.parameters import matrix_parameters, parameters
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from puna.models.accounting import Machine, Precision
     from puna.models.training.parallel.estimate import Estimate
 
+CPU = "this CPU"
+ELSEWHERE = ""  # the executor of a plan for another machine, whose memory is unknown
 CPU_FLOPS = 1e20  # maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU
 LARGE, MOST_GPUS = "H100", 2**17  # the GPU for plans that are too large for a CPU, and the largest number of GPUs that is tried
 MODEL = "times are computed; median error 8 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
@@ -39,15 +44,31 @@ LONGEST = 90 * 86_400  # maximum seconds of training if the plan chooses the num
 LOOKED_AT = 256  # maximum number of prompts that are tokenized to estimate lengths
 
 
-def steps_of(request: Request, place: str) -> tuple[Flow | Stage, list[PlannedStep]]:
-    """Return the flow or stage of a request, and its planned steps. Raise PunaError if the request is invalid."""
+def steps_of(request: Request, place: str, executor: str = ELSEWHERE) -> tuple[Flow | Stage, list[PlannedStep]]:
+    """Return the flow or stage of a request, and its planned steps. Raise PunaError for what a run refuses before its first step, except
+    for the number of processes; for a lack of memory only if `executor` is that of this machine."""
     target = target_named(request.what)
     if isinstance(target, Flow):
-        return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place)
+        return target, plan_flow(target, request.recipe_of(target), list(request.inputs), place, executor)
     config, inputs, store = _alone(target, request, place)
     if reads_sample(target) and not any(inputs.values()):  # the run fetches the sample first
         return target, [PlannedStep(target.name, target.name, "after", "input inputs")]
+    preflight.check_stage(target, config, inputs, store, executor, planned=True)
     return target, [plan_stage(target, config, inputs, store)]
+
+
+def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str, executor: str = ELSEWHERE) -> list[PlannedStep]:
+    """Return a flow's planned steps. Without input texts, use the default inputs of a run. Placeholders stand for inputs that do not exist
+    yet, and for required inputs that are not given. Raise PunaError as `steps_of`."""
+    load_stages()
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            store = Store.existing(place).within(recipe.project)
+        except PunaError:  # there is no store yet, so nothing is reused
+            store = Store.open(empty)
+        planner = Planner(recipe, store, Experience(store))
+        planner.walk(flow, checked_inputs(flow, recipe, texts, store, executor=executor, quiet=True, planned=True))
+    return planner.steps
 
 
 def _alone(stage: Stage, request: Request, place: str) -> tuple[StageConfig, dict[str, Value], Store]:
@@ -100,7 +121,7 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     reading = len(rows) * mean * 2 * matrix_parameters(shape) / machine.matrix_flops / layout.processes
     steps = len(rows) * config.answers / together * config.max_tokens
     return {
-        "model": model.id, "device": gpu or "this CPU", "layout": str(layout), "prompts": len(rows), "mean_prompt_tokens": mean,
+        "model": model.id, "device": gpu or CPU, "layout": str(layout), "prompts": len(rows), "mean_prompt_tokens": mean,
         "longest_prompt_tokens": longest, "answers": len(rows) * config.answers, "weight_bytes": weights, "cache_bytes_per_token": token,
         "cache_bytes": at_once * each, "answers_at_once": together, "bound_by": "memory" if memory > operations else "operations",
         "most_tokens_per_second": together / seconds, "least_step_seconds": seconds, "least_prompt_seconds": reading,
@@ -224,7 +245,7 @@ def costs(
         "flops": sum(phase["flops"] for phase in phases),
         "cache_bytes_per_token": accounting.cache_bytes(config, 1, precision),
         "state_bytes": None if None in states else max(states),
-        "device": f"{gpus} x {gpu}" if gpu else "this CPU",
+        "device": f"{gpus} x {gpu}" if gpu else CPU,
         **({"model": MODEL} if gpu else {}), **({"not_proved": REFUSED} if gpus > 1 else {}),
         "device_flops_per_second": machine.matrix_flops * gpus,
         "device_ops_per_byte": machine.ops_per_byte,

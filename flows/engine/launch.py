@@ -15,7 +15,7 @@ from puna.flows.engine import preflight
 from puna.flows.engine.console import Console, closing_table
 from puna.flows.engine.declare import Flow, Given, Item, assign
 from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
-from puna.flows.engine.inputs import RunInputs, given_items, parse_inputs, reads_sample, sample_folder
+from puna.flows.engine.inputs import RunInputs, existing_sample, given_items, parse_inputs, reads_sample, sample_folder
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.recipe import Recipe, as_yaml, overridden, project_change, read_values
 from puna.flows.engine.session import Session, session
@@ -172,20 +172,26 @@ def changes_of(stage: Stage, values: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def checked_inputs(
-    flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool
+    flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool, planned: bool = False
 ) -> dict[str, Given]:
-    """Return a flow's inputs, parsed from `texts` and checked with the recipe. Raise PunaError with all unmet needs."""
+    """Return a flow's inputs, parsed from `texts` and checked with the recipe; `planned`: see `flow_inputs`. Raise PunaError with all unmet
+    needs."""
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))
-    return flow_inputs(flow, recipe, parse_inputs(texts, flow.inputs, store, f"flow {flow.name}"), store, executor=executor, quiet=quiet)
+    wanted = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
+    return flow_inputs(flow, recipe, wanted, store, executor=executor, quiet=quiet, planned=planned)
 
 
-def flow_inputs(flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, executor: str = PROCESSES, quiet: bool) -> dict[str, Given]:
-    """Return the inputs of a flow, by default the sample or the artifacts of `INPUT@latest`. Raise PunaError for unmet needs."""
-    items = given_items(flow, wanted, store, lambda: sample_pages(store, quiet), quiet=quiet)
-    values = flow.by_kind(items, wanted.named, wanted.sources)
-    preflight.check(flow, recipe, values, store, executor)
+def flow_inputs(
+    flow: Flow, recipe: Recipe, wanted: RunInputs, store: Store, *, executor: str = PROCESSES, quiet: bool, planned: bool = False
+) -> dict[str, Given]:
+    """Return the inputs of a flow, by default the sample or the artifacts of `INPUT@latest`. Raise PunaError for unmet needs. `planned`:
+    for a plan, where placeholders stand for required inputs that do not exist yet."""
+    items = given_items(flow, wanted, store, lambda: existing_sample(store) if planned else sample_pages(store, quiet), quiet=quiet)
+    missing = flow.placeholders() if planned else None
+    values = missing if missing and not (items or wanted) else flow.by_kind(items, wanted.named, wanted.sources, missing)
+    preflight.check(flow, recipe, values, store, executor, planned=planned)
     return values
 
 

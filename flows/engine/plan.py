@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from puna.flows.engine.console import in_short
-from puna.flows.engine.declare import Flow, Item, Output, Walk, given_as, name_of, values
-from puna.flows.engine.inputs import existing_sample, given_items, parse_inputs
+from puna.flows.engine.declare import Item, Output, Walk, given_as, name_of, values
 from puna.flows.engine.recipe import Recipe, Step
-from puna.flows.engine.trace import load_stages
 from puna.flows.html.markup import disk_size, duration, size
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, Store
 from puna.storage.explain import against, flat
 
 BEGINS = ("model", "size", "tasks")  # inputs of a training stage that determine its cost
@@ -154,23 +151,6 @@ class Planner(Walk):
 
     def store(self) -> Store:
         return self._store
-
-
-def plan_flow(flow: Flow, recipe: Recipe, texts: list[str], place: str) -> list[PlannedStep]:
-    """Return a flow's planned steps. Without input texts, use the default inputs of a run. Placeholders stand for inputs that do not exist
-    yet, and for required inputs that are not given."""
-    load_stages()
-    with tempfile.TemporaryDirectory() as empty:
-        try:
-            store = Store.existing(place).within(recipe.project)
-        except PunaError:  # there is no store yet, so nothing is reused
-            store = Store.open(empty)
-        planner = Planner(recipe, store, Experience(store))
-        inputs = parse_inputs(texts, flow.inputs, store, f"flow {flow.name}")
-        items = given_items(flow, inputs, store, lambda: existing_sample(store), quiet=True)
-        missing = flow.placeholders()
-        planner.walk(flow, flow.by_kind(items, inputs.named, inputs.sources, missing) if items or inputs else missing)
-    return planner.steps
 
 
 def plan_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store) -> PlannedStep:

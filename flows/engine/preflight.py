@@ -30,9 +30,12 @@ ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 STORED_PER_BYTE = 1.5  # minimum bytes of disk that curation needs per byte of its inputs: pages and their text, both compressed
 
 
-def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES) -> None:
+def check(
+    flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, executor: str = PROCESSES, *, planned: bool = False
+) -> None:
     """Raise PunaError with all unmet needs of the flow's steps and their remedies, including a lack of disk space. A step whose artifact
-    exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled."""
+    exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled. `planned`: the number of processes, which only a
+    run's command starts, is not checked."""
     traced = trace(flow, recipe, given)
     complaints = list(traced.complaints)
     planner = Planner(recipe, store)
@@ -49,30 +52,35 @@ def check(flow: Flow, recipe: Recipe, given: Mapping[str, Given], store: Store, 
         if not wrong:
             config = reading
             look = cache(lambda seconds: page_texts(*peek(files, config, seconds), seconds))
-    complaints += _room(files, store)
+    if not planned or store.files.folders("objects"):  # a plan without a store does not know its disk
+        complaints += _room(files, store)
     facts: dict[str, InputFacts] = {}
-    for value in given.values():
-        for output in outputs(value):
-            for label, item in zip(output.labels, output.items, strict=True):
+    for spec in flow.inputs:
+        for output in outputs(given.get(spec.name)):
+            if not output.items and not spec.optional:  # a placeholder: nothing else is known of it
+                facts[output.labels[0]] = InputFacts(spec.kind)
+            for label, item in zip(output.labels, output.items, strict=bool(output.items)):
                 found_facts = _facts(item, look)
                 facts[label] = replace(found_facts, sources=(output.source,)) if output.source else found_facts
     reused = {step.label for step in planner.steps if step.state == "reused"}
-    unmet = {step.label: needs for step in traced.steps if (needs := _unmet(step, facts, store, executor)) and step.label not in reused}
+    unmet = {step.label: needs for step in traced.steps if (needs := _unmet(step, facts, executor, planned)) and step.label not in reused}
     complaints += [needs for several in unmet.values() for needs in several]
     if complaints:
         raise PunaError("\n".join(dict.fromkeys(complaints)))
 
 
-def check_stage(stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES) -> None:
-    """Raise PunaError with all unmet needs of a single stage, unless its artifact exists."""
+def check_stage(
+    stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES, *, planned: bool = False
+) -> None:
+    """Raise PunaError with all unmet needs of a single stage, unless its artifact exists; `planned`: see `check`."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
-    complaints = [f"{stage.name}: {line}" for line in rank_jobs.misfits(stage, config)]
+    complaints = [] if planned else [f"{stage.name}: {line}" for line in rank_jobs.misfits(stage, config)]
     complaints += stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, _memory(executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
         raise PunaError("\n".join(complaints))
 
 
-def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executor: str) -> list[str]:
+def _unmet(step: TracedStep, known: dict[str, InputFacts], executor: str, planned: bool) -> list[str]:
     """Return the unmet needs of a step, and add the facts about its output to `known`."""
     stage = step.step.stage
     inputs = {name: tuple(known[label] for label in labels if label in known) for name, labels in step.inputs.items() if labels}
@@ -86,7 +94,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], store: Store, executo
     if step.config is None:
         return []
     needs = stage.needs(step.config, Facts(inputs, _memory(executor))) if stage.needs else []
-    return [f"{step.label}: {need}" for need in (*rank_jobs.misfits(stage, step.config), *needs)]
+    return [f"{step.label}: {need}" for need in (*([] if planned else rank_jobs.misfits(stage, step.config)), *needs)]
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], TextSample] | None:

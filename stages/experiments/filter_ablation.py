@@ -58,7 +58,8 @@ def filter_ablation(documents: Documents, selected: Documents, tokenizer: Tokeni
     vocabulary = tokenizer_of(tokenizer)
     tokens_needed = config.phase.steps * config.phase.rows_per_step * config.sequence_length
     sizes = Sizes(tokens_needed, config.heldout_tokens, config.sequence_length, config.document_tokens)
-    every = grouped_documents(documents, selected, config.rules + 1, sizes, run) if "dropped" in selected.tables else []
+    some = "dropped" in selected.tables and min(selected.rows("dropped"), selected.rows()) > 1  # else no document is read
+    every = grouped_documents(documents, selected, config.rules + 1, sizes, run) if some else []
     groups = [group for group in every if group.amount.documents > 1]
     names = [group.name for group in groups]
     if KEPT not in names or len(names) < 2:

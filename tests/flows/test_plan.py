@@ -5,6 +5,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,8 +15,7 @@ from typer.testing import CliRunner
 from puna.flows.cli.main import app
 from puna.flows.cli.notebook import run_flow
 from puna.flows.engine import cost
-from puna.flows.engine.cost import Total, Training
-from puna.flows.engine.plan import plan_flow
+from puna.flows.engine.cost import Total, Training, plan_flow
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.trace import flow_named, load
 from puna.models import accounting
@@ -283,3 +283,30 @@ def test_a_plan_with_tasks_counts_whole_weights_and_needs_no_documents(tmp_path:
     assert not whole[0] and all(whole[len(whole) // 2 :])
     split, *_ = plans[1]["steps"]
     assert (split["label"], split["state"], split["why"]) == ("split", "after", "input documents")
+
+
+def test_a_plan_refuses_by_the_same_words_what_a_run_refuses_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path / "store")
+    page = {"id": "0" * 32, "url": "https://x.org", "fetched_at": datetime(2026, 1, 1, tzinfo=UTC), "source": "web", "title": None, "text": "a"}
+    documents = store.import_table("documents", pa.Table.from_pylist([page], schema=table_schema("documents").schema))
+    domains = store.import_table("signals", pa.table({"id": ["a"], "domain": ["x"]}))
+    own = ["pretrain", "--recipe", "demo", "--store", str(store.root), "--input", documents.id, "--input", f"domains={domains.id}"]
+
+    def refusals(*words: str) -> list[str]:
+        results = [CliRunner().invoke(app, [command, *own, *words]) for command in ("plan", "run")]
+        assert all(isinstance(result.exception, PunaError) for result in results), words
+        return [str(result.exception) for result in results]
+
+    for change, problem in (
+        ("pretrain.phases=[{steps: 9, tokens: best}]", "phase initial reads the tokens best, which are not given: name tokenize_best"),
+        ("pretrain.compute.layout={expert: 2}", "layout.expert = 2: the model has no experts"),
+        ("split.heldout_fraction=0", "evaluate_base measures documents that split holds out"),
+        ("tokenize=null", "the output of tokenize, which the recipe leaves out"),
+    ):  # fmt: skip
+        plan, run = refusals("--set", change)
+        assert problem in plan and set(plan.splitlines()) <= set(run.splitlines())  # a run also counts its processes
+    assert CliRunner().invoke(app, ["plan", *own, "--set", "pretrain.compute.layout={shard: 2}"]).exit_code == 0  # the run starts processes
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    plan, run = refusals()
+    assert plan == run and "GB of memory are free" in plan
+    assert CliRunner().invoke(app, ["plan", *own, "--gpu", "H100"]).exit_code == 0  # the memory of another machine

@@ -17,10 +17,10 @@ from fastapi.testclient import TestClient
 from puna.flows import align, rounds
 from puna.flows import round as module
 from puna.flows.engine import trace
+from puna.flows.engine.cost import plan_flow
 from puna.flows.engine.declare import FLOWS, Output, current_walk, step
 from puna.flows.engine.launch import checked_inputs
 from puna.flows.engine.perform import Performer
-from puna.flows.engine.plan import plan_flow
 from puna.flows.engine.recipe import Recipe
 from puna.flows.engine.rounds import History, settle
 from puna.flows.engine.session import Session, session

@@ -339,7 +339,7 @@ def test_an_alias_too_long_for_a_file_is_refused(store: Store) -> None:
 
 def test_a_number_that_json_lacks_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = PlannedStep("pii", "pii", "runs", "never ran", Expected(float("nan"), float("inf"), 1.0, 1.0))
-    monkeypatch.setattr(cost, "steps_of", lambda request, place: (target_named("stage:pii"), [planned]))
+    monkeypatch.setattr(cost, "steps_of", lambda request, place, *more: (target_named("stage:pii"), [planned]))
     told = json.loads(RUNNER.invoke(app, ["plan", "pii", "--json"]).stdout, parse_constant=lambda name: name)
     expected = {"seconds": None, "bytes": None, "memory": 1.0, "rows": 1.0}
     assert told["steps"][0]["expected"] == expected and told["expected"]["seconds"] is None

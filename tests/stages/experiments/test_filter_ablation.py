@@ -84,7 +84,8 @@ def test_kept_documents_are_a_group_of_their_own_where_rules_drop_more(store, co
     assert found == {"kept": 15, "other": 45}
 
 
-def test_what_is_no_selection_is_refused(store, given) -> None:
+def test_what_is_no_selection_is_refused_before_a_document_is_read(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("puna.stages.experiments.filter_ablation.grouped_documents", lambda *given: pytest.fail("documents are read"))
     for wrong in (given["documents"], store.import_table("documents", given["documents"].read(), dropped=given["selected"].read("dropped").slice(0, 0))):
         with pytest.raises(PunaError, match="keeps or drops almost nothing"):
             execute(filter_ablation, SETTINGS, {**given, "selected": wrong}, store)

@@ -201,6 +201,13 @@ def test_the_flow_makes_tokens_and_mixtures_that_the_recipe_names() -> None:
     assert judged["needle"]["model"] == ("pretrain",) and judged["mix"]["weights"] == ("input weights",)
     with pytest.raises(PunaError, match="mix_best: no step reads this mixture; add tokenize_best"):
         inputs("mix_best={}")
+    for changes, problem in (
+        (("mix_best={weights: {a: 1}}", "tokenize_best={}"), "mix_best.weights and anneal_experiment both set the best mixture: leave out"),
+        (("tokenize_best={}",), "tokenize_best reads no verdict of anneal_experiment without mix_best: name mix_best"),
+    ):
+        with pytest.raises(PunaError, match=problem):
+            inputs("anneal_experiment={}", *changes)
+        assert inputs(*changes)  # without the experiment nothing contradicts
     complaints = trace(flow, load("continue", ["choose_size={flops: 1e9}"], "pretrain")).complaints
     assert complaints == ["choose_size needs law (evaluation), the output of ladder, which the recipe leaves out; keep ladder, or leave out "
                           "choose_size too: --set choose_size=null"]  # fmt: skip
