@@ -220,7 +220,7 @@ def _equal(
     def rl_arm(name: str, policy: Output, parts: int = 1) -> None:
         trained = step(
             grpo, f"grpo_{name}_{number}", field="grpo_equal", number=number, off=True, policy=policy, reward_model=reward, prompts=tasks,
-            adapt=partial(_part, "rollouts", 1, parts),
+            adapt=partial(part_of, "rollouts", 1, parts),
         )  # fmt: skip
         if trained:
             arm(name, trained)
@@ -257,12 +257,12 @@ def _finetune_on_own(
     """Finetune a model on gold answers and on its own right answers to the round's prompts.
 
     It learns from all distinct right answers or, if `ranked`, from those with the highest reward: `most` per prompt, as the recipe's
-    `pick_FIELD` says. `part`, `parts`: the share of the recipe's answers and steps, see `_part`. `field`: FIELD in the names of the
+    `pick_FIELD` says. `part`, `parts`: the share of the recipe's answers and steps, see `part_of`. `field`: FIELD in the names of the
     recipe's steps. `samples`: the name of a sampling step that arms share.
     """
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
-        adapt=partial(_part, "answers", part, parts),
+        adapt=partial(part_of, "answers", part, parts),
     )  # fmt: skip
     ways = {"pick": "reward_model", "correct": True} if ranked else {"pick": "verifier", "most": 1000}
     picked = step(
@@ -271,11 +271,11 @@ def _finetune_on_own(
     )  # fmt: skip
     return step(
         sft, f"sft_{name}_{number}", field=f"sft_{field}", number=number, off=True, through="model", model=model,
-        adapt=partial(_part, "steps", part, parts), instructions=[*gold, picked],
+        adapt=partial(part_of, "steps", part, parts), instructions=[*gold, picked],
     )  # fmt: skip
 
 
-def _part(name: str, part: int, parts: int, config: Any) -> Any:
+def part_of(name: str, part: int, parts: int, config: Any) -> Any:
     """Reduce a configuration's `name` (answers, rollouts or steps; epochs without steps) to part number `part` (1-based) of `parts`.
 
     Sizes of parts are at least 1, differ by at most 1, larger ones first, and sum to the whole (unless it is smaller than `parts`)."""

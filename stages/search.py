@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from puna.stages.contract import StageConfig
 from puna.stages.conversations import answer_text
@@ -32,6 +32,12 @@ class SearchConfig(StageConfig):
     verifier: dict[str, JsonValue] | None = Field(
         None, description="Verifier {name: …, …} that scores answers for `best`; null: the mean log-probability of an answer's tokens"
     )
+
+    @model_validator(mode="after")
+    def _majority_has_no_verifier(self) -> Self:
+        if self.method == "majority":
+            self.refuse_unused("method majority scores no answer", "verifier")
+        return self
 
 
 @dataclass(frozen=True)

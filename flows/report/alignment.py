@@ -158,8 +158,9 @@ def arms_view(run: Run) -> Html:
         shares = table(["arm", *titles, "budget"], rows, numeric=range(1, len(titles) + 2))
         parts.append(part(f"Round {one.number} and its control arms", shares, beside, _budgets(one)))
     note = (
-        "With a budget of 1 or more, an arm used at least as many checker calls, labels, sampled tokens, updates and trained answers as "
-        "the round. Gains are differences on the same held-out prompts, with 95 % intervals; an interval that contains 0 shows no gain."
+        "With a budget of 1 or more, an arm used at least as many checker calls, labels, sampled tokens, updates, answers per update and "
+        "CPU seconds (0.9 of them are enough, since they vary) as the round. Gains are differences on the same held-out prompts, with 95 % "
+        "intervals; an interval that contains 0 shows no gain."
     )
     return join([tag("p", note, class_="note"), *parts]) if parts else Html("")
 

@@ -50,7 +50,8 @@ POLICY_STAGES = ("sft", "dpo", "grpo", "ppo", "distill")
 
 @dataclass(frozen=True)
 class Budget:
-    """The resources used for an arm since the round began, summed over the ancestors of its evaluation. `labels`: number of preferences."""
+    """The resources used for an arm since the round began, summed over the ancestors of its evaluation, and over the evaluation itself if
+    a search chose its answers (best of n). `labels`: number of preferences."""
 
     checker_calls: float = 0.0
     labels: float = 0.0
@@ -66,18 +67,24 @@ class Budget:
 
     def ratio(self, other: Budget) -> float:
         """Return the smallest ratio, over the resources in `LAW`, of this budget to another; infinite if the other used none of them."""
-        return min((getattr(self, name) / bound for name in LAW if (bound := getattr(other, name))), default=math.inf)
+        ratios = {name: getattr(self, name) / bound for name in LAW if (bound := getattr(other, name))}
+        if ratios.get("cpu_seconds", 0) >= EQUAL_CPU:
+            del ratios["cpu_seconds"]
+        return min(ratios.values(), default=math.inf)
 
 
-LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "trained_answers")
-"""Resources that are compared. Trained tokens and CPU seconds are not: they depend on the layout of answers and on the machine."""
+LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "cpu_seconds")
+"""Resources that are compared. Trained tokens are not: they depend on the layout of the answers."""
+EQUAL_CPU = 0.9
+"""The ratio from which CPU seconds are equal. Repeated on a busy machine, the same work differs by a tenth."""
 
 
 def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
     """Return the resources that an evaluation's arm used beyond those of `before`, the evaluation before the round; None if unknown."""
     try:
         spent = _ancestors(evaluation)
-        own = [spent[key] for key in spent.keys() - (_ancestors(before).keys() if before else set()) - {evaluation.key}]
+        excluded = set() if "sampled_tokens" in evaluation.manifest.metrics else {evaluation.key}
+        own = [spent[key] for key in spent.keys() - (_ancestors(before).keys() if before else set()) - excluded]
         return Budget(*map(sum, zip(*map(_resources, own), strict=True)))
     except (PunaError, OSError, KeyError):
         return None

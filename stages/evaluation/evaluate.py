@@ -115,7 +115,8 @@ def evaluate(
     answer, the task's metrics leave it out, and `unscored_answers` counts it. Prompts that the chat template rejects, or that fill the
     model's context (without `serving.window`), are in `dropped`; see `bad_rows`. `variety`, low if answers follow one template, is the mean
     share of an answer's three-word runs that no other answer has, without the words of its question. `answer_tokens` includes answers that
-    a search did not choose. `scores` has each prompt's `score` and, with a taste, `liked` (1 if right and to taste, else 0)."""
+    a search did not choose; `sampled_tokens` and `checker_calls` are a search's budget. `scores` has each prompt's `score` and, with a
+    taste, `liked` (1 if right and to taste, else 0)."""
     if documents is None and prompts is None:
         raise PunaError("evaluate needs documents or prompts; give at least one of them")
     if mixture is not None and documents is None:
@@ -274,15 +275,18 @@ def _answers(
         temperature=config.answers.temperature, max_tokens=config.answers.max_tokens, stop=tokenizer.stop_ids, seed=run.seed("answers"),
         speculate=config.serving.speculate,
     )
-    if config.answers.search is None:
+    if own.search is None:
         generate = in_turns(rows, inputs, tokenizer, own, Tools(own.scoring, run), "evaluate")
         completions = [row[0] for row in generate(engine, inputs, params, lambda done, total: run.progress(done, total, "answers"))]
         spent = sum(sum(completion.mask) for completion in completions)
     elif ranks.count() > 1:
         raise PunaError("evaluate: answers.search is untested with several processes; leave it out, or use one process")
     else:
-        searches = search(engine, inputs, params, config.answers.search, _chooser(config, rows, judges, run))
+        searches = search(engine, inputs, params, own.search, _chooser(config, rows, judges, run))
         completions, spent = [one.completion for one in searches], sum(one.tokens for one in searches)
+        by_checker = own.search.verifier is not None and own.search.verifier["name"] != "reward_model"
+        run.metric("sampled_tokens", spent)
+        run.metric("checker_calls", own.search.n * len(rows) if by_checker else 0)
     if ranks.follows():
         return
     run.metric("answer_tokens", spent)

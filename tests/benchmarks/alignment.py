@@ -93,7 +93,7 @@ def equal(one: Arms, name: str) -> bool:
 
 def as_many_seconds(one: Arms, name: str) -> bool:
     other, own = one.budgets[name], one.budgets["round"]
-    return other is not None and own is not None and other.cpu_seconds >= own.cpu_seconds
+    return other is not None and own is not None and other.cpu_seconds >= arms.EQUAL_CPU * own.cpu_seconds
 
 
 def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ prompts about subjects that no training prompt has.
 
 Arms of a seed: `before`; `rl`, GRPO with the checker; `checked`, finetuning on all distinct right answers among as many checked answers of
 the model; `dpo`, on pairs of the same answers; `trl_grpo`, TRL's GRPO until it has used as many CPU seconds. A control has at least as many
-checker calls, sampled tokens, updates and trained answers as `rl` (`budget_ratio`). The learning rates of all arms are searched on a seed
+checker calls, sampled tokens, updates and answers per update as `rl` (`budget_ratio`), and `cpu_ratio` compares CPU seconds. The learning rates of all arms are searched on a seed
 and on prompts that are not reported. TRL computes in bf16 where that is faster.
 
 **GSM8K** (`--tasks gsm8k`): the same arms on problems of the training half, of which a fixed sample is left out and is the test. `sampled` is
@@ -293,7 +293,8 @@ def budget(made: Sequence[Artifact]) -> dict[str, float]:
     names = ("checker_calls", "sampled_tokens", "updates", "trained_answers")
     found = {name: sum(float(one.manifest.metrics.get(name, 0)) for one in made) for name in names}
     found["updates"] = found["updates"] or sum(float(one.manifest.metrics.get("steps", 0)) for one in made)
-    return found | {"cpu_seconds": sum(float(one.manifest.timings["cpu_seconds"]) for one in made)}
+    found["answers_per_update"] = found["trained_answers"] / found["updates"]
+    return found | {"labels": 0.0, "cpu_seconds": sum(float(one.manifest.timings["cpu_seconds"]) for one in made)}
 
 
 def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], texts: known_texts.Texts | None) -> dict[str, Any]:
@@ -338,7 +339,7 @@ def right_samples(samples: Artifact) -> dict[str, list[float]]:
 
 def ratio(control: dict[str, float], arm: dict[str, float]) -> float:
     """Return the smallest ratio of a control's budget to an arm's, over all parts of the budget except CPU seconds."""
-    return min(control[name] / arm[name] for name in ("checker_calls", "sampled_tokens", "updates", "trained_answers"))
+    return min(control[name] / arm[name] for name in ("checker_calls", "sampled_tokens", "updates", "answers_per_update"))
 
 
 def gain(seeds: Sequence[dict[str, Any]], arm: str, others: Sequence[str], task: str = "ifeval") -> dict[str, Any] | None:
@@ -374,6 +375,8 @@ def figures(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found |= {f"{task}_{arm}": statistics.fmean(one["arms"][arm][task][0] for one in seeds) for arm in seeds[0]["arms"]}
     ratios = [ratio(one["arms"][name]["budget"], one["arms"]["rl"]["budget"]) for one in seeds for name in controls if name in one["arms"]]
     found["budget_ratio_min"] = min(ratios, default=None)
+    seconds = [{name: one["arms"][name]["budget"]["cpu_seconds"] for name in ("rl", *controls) if name in one["arms"]} for one in seeds]
+    found["cpu_ratio"] = {name: [one[name] / one["rl"] for one in seconds] for name in controls if name in seconds[0] and "rl" in seconds[0]}
     for task in [name for name in tasks if not name.endswith("_ended")]:
         ours, theirs = gain(seeds, "rl", ["before"], task), gain(seeds, "trl_grpo", ["before"], task)
         key = "vs_trl_grpo_equal_cpu" if task == "ifeval" else f"vs_trl_grpo_equal_cpu_{task}"

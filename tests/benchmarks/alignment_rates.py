@@ -18,6 +18,7 @@ from typing import Any
 import alignment  # the benchmark beside this one
 
 from puna.flows.engine.recipe import read_values
+from puna.flows.rounds import part_of
 from puna.stages.align.average import average
 from puna.stages.align.reinforcement import grpo
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
@@ -38,28 +39,29 @@ class Round:
         self.made = alignment.run(seed, store, model, (*SHARED, *changes))
         self.store, self.seed, self.changes = Store.open(store), seed, changes
 
-    def make(self, stage: Any, field: str, changes: Sequence[str], given: dict[str, Any], **more: Any) -> Artifact:
-        """Return the artifact of a stage with the recipe's settings and `changes`."""
-        values = {**(read_values("demo", [*self.changes, *changes])[0].get(field) or {}), "seed": self.seed, **more}
-        return execute(stage, parse(stage.config, {k: v for k, v in values.items() if k in stage.config.model_fields}, field), given, self.store)
+    def make(
+        self, stage: Any, field: str, changes: Sequence[str], given: dict[str, Any], share: tuple[str, int, int] = ("seed", 1, 1)
+    ) -> Artifact:  # fmt: skip
+        """Return the artifact of a stage with the recipe's settings and `changes`. `share`: see `part_of`, as in the recipe's own arms."""
+        values = {**(read_values("demo", [*self.changes, *changes])[0].get(field) or {}), "seed": self.seed}
+        config = parse(stage.config, {k: v for k, v in values.items() if k in stage.config.model_fields}, field)
+        return execute(stage, config if share[2] == 1 else part_of(*share, config), given, self.store)
 
-    def tuned(self, model: Artifact, changes: Sequence[str], ranked: bool, most: int, parts: int) -> list[Artifact]:
-        """Return the artifacts of finetuning on checked answers; the model is the last one."""
-        values, made = read_values("demo", [*self.changes, *changes])[0], self.made
-        prompts, training = made["prompts_1"], values["sft_equal"]["training"]
-        count, steps = -(-values["sample_equal"]["answers"] // parts), -(-training["steps"] // parts)
-        asked = self.make(sample, "sample_equal", changes, {"models": [model], "prompts": prompts}, answers=count)
+    def tuned(self, model: Artifact, changes: Sequence[str], ranked: bool, most: int, part: int, parts: int) -> list[Artifact]:
+        """Return the artifacts of part number `part` of finetuning on checked answers; the model is the last one."""
+        made = self.made
+        prompts = made["prompts_1"]
+        asked = self.make(sample, "sample_equal", changes, {"models": [model], "prompts": prompts}, ("answers", part, parts))
         picking = RejectionSampleConfig(pick="reward_model" if ranked else "verifier", correct=ranked, most=most, seed=self.seed)
         reward = {"reward_model": [made["reward_model_1"]]} if ranked else {}
         picked = execute(rejection_sample, picking, {"answers": asked, "prompts": prompts, **reward}, self.store)
         data = {"model": model, "instructions": [made["instructions"], picked]}
-        return [asked, picked, self.make(sft, "sft_equal", changes, data, training={**training, "steps": steps})]
+        return [asked, picked, self.make(sft, "sft_equal", changes, data, ("steps", part, parts))]
 
-    def reinforced(self, policy: Artifact, changes: Sequence[str], parts: int = 1) -> Artifact:
-        """Return the policy after `1 / parts` of the RL training."""
-        rollouts = -(-read_values("demo", [*self.changes, *changes])[0]["grpo_equal"]["rollouts"] // parts)
+    def reinforced(self, policy: Artifact, changes: Sequence[str], part: int = 1, parts: int = 1) -> Artifact:
+        """Return the policy after part number `part` of the RL training."""
         given = {"policy": policy, "reward_model": [self.made["reward_model_1"]], "prompts": self.made["prompts_1"]}
-        return self.make(grpo, "grpo_equal", changes, given, rollouts=rollouts)
+        return self.make(grpo, "grpo_equal", changes, given, ("rollouts", part, parts))
 
     def arm(self, kind: str, words: Sequence[str]) -> dict[str, Any]:
         """Return an arm's measurements."""
@@ -67,14 +69,14 @@ class Round:
         changes = [word for word in words if not word.startswith(("most=", "parts="))]
         most, parts, model, steps = int(own.get("most", 4)), int(own.get("parts", 3)), self.made["sft_1"], []
         if kind in ("checked", "ranked"):
-            steps = self.tuned(model, changes, kind == "ranked", most if kind == "ranked" else 1000, 1)
+            steps = self.tuned(model, changes, kind == "ranked", most if kind == "ranked" else 1000, 1, 1)
         elif kind == "iterated":
-            for _ in range(parts):
-                steps += self.tuned(steps[-1] if steps else model, changes, True, most, parts)
+            for part in range(1, parts + 1):
+                steps += self.tuned(steps[-1] if steps else model, changes, True, most, part, parts)
         elif kind == "half":
-            steps = self.tuned(model, changes, bool(own), most if own else 1000, 2)
+            steps = self.tuned(model, changes, bool(own), most if own else 1000, 1, 2)
         if kind in ("rl", "half"):
-            steps.append(self.reinforced(steps[-1] if steps else model, changes, 2 if kind == "half" else 1))
+            steps.append(self.reinforced(steps[-1] if steps else model, changes, *((2, 2) if kind == "half" else (1, 1))))
         search = {"prompts": self.made["development"], "reward_model": [self.made["reward_model_1"]]}
         policy = self.make(average, "average", changes, {"models": [self.made["sft_first"], steps[-1]], **search}) if steps else model
         measured = self.make(evaluate, "evaluate", (), {"model": policy, "prompts": self.made["prompts"]})

@@ -183,8 +183,20 @@ def test_a_reward_model_given_several_times_is_an_ensemble() -> None:
 def test_a_round_without_a_reward_model_has_no_arms_of_it() -> None:
     order = labels(load("smollm2-135m", ["controls=true"], flow="align"), "align")
     arms = [name.removeprefix("control_").removesuffix("_1") for name in order if name.startswith("control_")]
-    assert arms == ["gold", "pick_random", "pick_majority", "pick_verifier", "dpo_instead", "pick_instead", "untaught"]
+    assert arms == ["checked", "gold", "pick_random", "pick_majority", "pick_verifier", "dpo_instead", "pick_instead", "untaught"]
     assert not [name for name in order if "reward_model" in name]
+
+
+def test_smollm2s_round_has_a_finetuning_arm_with_as_many_further_checks_and_answers_an_update() -> None:
+    """It starts from the policy that RL starts from. An example of finetuning is a prompt's distinct right answers, about 3 of 9."""
+    recipe = load("smollm2-135m", ["controls=true"], flow="align")
+    rl, asked, tuned = (config_of(recipe, name, "align") for name in ("grpo_1", "sample_equal_1", "sft_checked_1"))
+    assert config_of(recipe, "prompts_1", "align").train == 48
+    assert asked.answers * 3 * 48 >= rl.rollouts * rl.prompts * rl.answers and asked.max_tokens == rl.max_tokens
+    assert tuned.training.steps >= rl.rollouts * rl.epochs * rl.minibatches
+    assert tuned.training.batch_size * 3 >= rl.prompts * rl.answers / rl.minibatches
+    own = inputs_of(recipe, "sft_checked_1", "align")
+    assert own["model"] == inputs_of(recipe, "grpo_1", "align")["policy"] == inputs_of(recipe, "sample_equal_1", "align")["models"]
 
 
 def test_dpo_in_place_of_rl_learns_from_answers_of_the_finetuned_model_where_told() -> None:

@@ -33,13 +33,13 @@ class Evaluation:
     `of`: the artifact that was evaluated.
     """
 
-    def __init__(self, right: int, first: int = 0, liked: int | None = None, of: Made | None = None) -> None:
+    def __init__(self, right: int, first: int = 0, liked: int | None = None, of: Made | None = None, **spent: float) -> None:
         rows: list[dict[str, Any]] = [{"id": f"{i}", "name": "score", "value": 1.0 if first <= i < first + right else 0.3} for i in range(100)]
         if liked is not None:
             rows += [{"id": f"{i}", "name": "liked", "value": float(i < liked)} for i in range(100)]
         self.tables, self._rows = {"scores": None}, rows
         self.key, self.files = str(id(self)), None
-        self.manifest = SimpleNamespace(inputs=[of] if of else [], stage="evaluate")
+        self.kind, self.manifest = "evaluation", SimpleNamespace(inputs=[of] if of else [], stage="evaluate", metrics=spent, timings={"cpu_seconds": 5})
 
     def read(self, table: str) -> pa.Table:
         return pa.Table.from_pylist(self._rows)
@@ -96,8 +96,8 @@ def test_a_part_that_costs_is_told_and_metrics_are_those_of_all_arms() -> None:
 
 
 def test_a_gain_is_earned_only_over_a_control_with_as_large_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RL has 100 + 900 checks, 40 labels, 5,000 + 9,000 tokens, 10 + 20 updates on 160 + 640 answers, through whichever lineage it got
-    them."""
+    """RL has 100 + 900 checks, 40 labels, 5,000 + 9,000 tokens, 10 + 20 updates on 160 + 640 answers, 5 CPU seconds, through whichever
+    lineage it got them."""
     monkeypatch.setattr(arms, "Artifact", lambda kind, key, files: Made.every[key])
     first = Made("sft", steps=50, trained_answers=800, seconds=9)
     sampled = Made("sample", (first,), checker_calls=100, sampled_tokens=5000)
@@ -105,9 +105,9 @@ def test_a_gain_is_earned_only_over_a_control_with_as_large_a_budget(monkeypatch
     tuned = Made("sft", (first, pairs), steps=10, trained_answers=160, trained_tokens=70, seconds=1)
     policy = Made("grpo", (tuned, pairs), steps=5, updates=20, trained_answers=640, checker_calls=900, sampled_tokens=9000, seconds=4)
 
-    def control(checks: int, answers: int) -> Made:
+    def control(checks: int, answers: int, seconds: float = 3.5, steps: int = 20) -> Made:
         more = Made("sample", (tuned,), checker_calls=checks, sampled_tokens=9000)
-        return Made("sft", (tuned, more), steps=20, trained_answers=answers)
+        return Made("sft", (tuned, more), steps=steps, trained_answers=answers, seconds=seconds)
 
     def claimed(**controls: Evaluation) -> arms.Claim:
         (one,) = found(evaluate_sft=Evaluation(20, of=first), evaluate_round_1=Evaluation(60, of=policy), **controls)
@@ -121,5 +121,14 @@ def test_a_gain_is_earned_only_over_a_control_with_as_large_a_budget(monkeypatch
     assert (small.budget_ratio, small.verdict) == (0.1, "more, for a larger budget")
     # With as many checks, but a fifth fewer answers in the updates: 640 of 800.
     assert claimed(control_checked_1=Evaluation(30, of=control(900, 480))).budget_ratio == pytest.approx(0.8)
+    # As many answers in twice as many updates are half as many an update: 800 / 50 against 800 / 30.
+    assert claimed(control_checked_1=Evaluation(30, of=control(900, 640, steps=40))).budget_ratio == pytest.approx(0.6)
+    # 4.5 of 5 CPU seconds are as many, 4.4 are fewer.
+    slower = claimed(control_checked_1=Evaluation(30, of=control(900, 640, 3.4)))
+    assert slower.budget_ratio == pytest.approx(0.88) and slower.verdict == "more, for a larger budget"
+    # Best of n pays for the answers of its evaluation, which here takes 5 CPU seconds, too.
+    best = Evaluation(50, of=control(0, 640), sampled_tokens=2000, checker_calls=900)
+    (one,) = found(evaluate_sft=Evaluation(20, of=first), evaluate_round_1=Evaluation(60, of=policy), control_best_of_n_1=best)
+    assert one.budgets["best_of_n"] == arms.Budget(1000, 40, 16000, 30, 800, 70, 9.5)
     unknown = claimed(control_checked_1=Evaluation(30, of=Made("sample", (first,))))
     assert (unknown.budget_ratio, unknown.verdict) == (None, "more, budgets unknown")

@@ -257,6 +257,10 @@ def test_answers_by_search_are_told_in_tokens(store, answerer) -> None:
         answers = AnswersConfig(temperature=1.0, max_tokens=12, taste=wanted, search=search)
         made = execute(evaluate, EvaluateConfig(answers=answers), {"model": answerer, "prompts": asked}, store)
         found[name] = made.manifest.metrics["answer_tokens"]
+        spent = {key: made.manifest.metrics[key] for key in ("sampled_tokens", "checker_calls") if key in made.manifest.metrics}
+        assert spent == ({} if search is None else {"sampled_tokens": found[name], "checker_calls": 36 if name == "best" else 0})
     assert found["one"] < found["best"] == found["majority"] <= 6 * 12 * 6
+    with pytest.raises(ValueError, match="verifier .* has no effect: method majority scores no answer; leave it out"):
+        SearchConfig(method="majority", verifier=wanted)
     with pytest.raises(ValueError, match="set a temperature above 0"):
         AnswersConfig(search=SearchConfig())
