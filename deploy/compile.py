@@ -34,6 +34,7 @@ from puna.models.transformer import Transformer
 from puna.stages.contract import Stage, StageConfig, Value
 from puna.stages.curate.decontaminate import DecontaminateConfig, decontaminate
 from puna.stages.curate.extract import ExtractConfig, extract
+from puna.stages.curate.harm import harm
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.curate.line_dedup import LineDedupConfig, line_dedup
@@ -115,6 +116,7 @@ def curation() -> None:
         lines = made(line_dedup, LineDedupConfig(), documents=unique)
         asked = made(prompts, PromptsConfig(tasks=[Task(task="digits")], train=2, heldout=2))
         made(quality, QualityConfig(), documents=lines, language=signals)
+        made(harm, StageConfig(), documents=lines, language=signals)
         examples = TrainClassifierConfig(dimension=8, epochs=1, buckets=10_000, positive_sources=("wikipedia",))
         trained = made(train_classifier, examples, documents=documents)
         made(quality, QualityConfig(), documents=lines, classifier=trained)

@@ -13,6 +13,7 @@ from puna.stages.curate.decontaminate import decontaminate
 from puna.stages.curate.domains import domains, train_domains
 from puna.stages.curate.extract import extract
 from puna.stages.curate.gather import GatherConfig, gather
+from puna.stages.curate.harm import harm
 from puna.stages.curate.heuristics import heuristics
 from puna.stages.curate.ingest import ingest
 from puna.stages.curate.language import language
@@ -74,6 +75,7 @@ def curate(
     types = step(domains, documents=pages, classifier=trained)
     trained = models.get("quality") or _train(train_classifier, "quality", pages, off=True)
     scores = [measures, types, technical, step(quality, documents=pages, classifier=trained, language=languages)]
+    scores.append(step(harm, off=True, documents=pages, language=languages))
     pages = step(select, "select_model", default=BY_MODELS, documents=pages, signals=scores)
     pages = step(decontaminate, off=not held_out, documents=pages, prompts=held_out)
     publish("domains", types)

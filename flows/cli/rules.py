@@ -210,7 +210,7 @@ def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> t
     """Return a table of the documents' id, source and signals, and the artifacts of the signals by the recipe's step."""
     artifacts: dict[str, Artifact] = {}
     signals = pages.documents.read(columns=["id", "source"])
-    for name in ("language", "heuristics", "quality"):
+    for name in ("language", "heuristics", "quality", "harm"):
         if name == "quality" and recipe.configs(steps["train_quality"]):
             continue
         for config in recipe.configs(steps[name]):

@@ -118,25 +118,25 @@ def _count_line(words: int, last: int, counts: NDArray[np.int32], met: NDArray[n
 
 
 @njit(cache=True, borrows=True)
-def _wide_mark(data: NDArray[np.uint8], at: int, stop: int) -> bool:
+def wide_mark(data: NDArray[np.uint8], at: int, stop: int) -> bool:
     """True if a quote, dash or similar mark (U+2000 to U+207F, three bytes) begins at `at`."""
     return data[at] == 0xE2 and at + 2 < stop and data[at + 1] >> 1 == 0x40
 
 
 @njit(cache=True, borrows=True)
-def _word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, int]:
+def word(data: NDArray[np.uint8], at: int, stop: int) -> tuple[np.uint64, int, int]:
     """Return the hash of the lower-cased word at `at`, its end and its number of capitals. An apostrophe before a-z belongs to the word."""
     token, capitals = np.uint64(0), 0
     while at < stop:
         c, width = int(np.int64(data[at])), 1
-        if _wide_mark(data, at, stop) and data[at + 1] == 0x80 and data[at + 2] == 0x99:
+        if wide_mark(data, at, stop) and data[at + 1] == 0x80 and data[at + 2] == 0x99:
             c, width = APOSTROPHE, 3
         if UPPER_A <= c <= UPPER_Z:
             c, capitals = c + LETTER_A - UPPER_A, capitals + 1
         elif c == APOSTROPHE:
             if at + width >= stop or not LETTER_A <= data[at + width] <= LETTER_Z:
                 break
-        elif not LETTER_A <= c <= LETTER_Z and (c < 0x80 or _wide_mark(data, at, stop)):
+        elif not LETTER_A <= c <= LETTER_Z and (c < 0x80 or wide_mark(data, at, stop)):
             break
         token, at = token * BASE + np.uint64(c) + ONE, at + width
     return token, at, capitals
@@ -159,12 +159,12 @@ def tokens(data: NDArray[np.uint8], at: int, stop: int, counts: NDArray[np.int32
             while at < stop and ZERO <= data[at] <= NINE:
                 at += 1
             token = np.uint64(DIGITS + min(at - begin, 5))
-        elif _wide_mark(data, at, stop):
+        elif wide_mark(data, at, stop):
             token, at = np.uint64(0x2000 + ((data[at + 1] & 1) << 6) + (data[at + 2] & 0x3F)), at + 3
         elif c < 0x80 and not (LETTER_A <= c | 0x20 <= LETTER_Z):
             token, at = np.uint64(c), at + 1
         else:
-            token, at, capitals = _word(data, at, stop)
+            token, at, capitals = word(data, at, stop)
             if capitals:
                 number = _count(np.uint64(CAPITALS if 1 < capitals == at - begin else CAPITAL), 1, counts, met, number)
             c = LETTER_A

@@ -43,6 +43,7 @@ class SelectConfig(StageConfig):
     code: rules.CodeRules | None = Field(rules.CodeRules(), description="Rules for source code")
     code_reasoning: rules.CodeReasoningRules | None = Field(rules.CodeReasoningRules(), description="Rules on pages with code or reasoning")
     quality: rules.QualityRules | None = Field(None, description="Rules on the quality classifier's score")
+    harm: rules.HarmRules | None = Field(None, description="Rules on harm by category")
     domains: rules.DomainRules | None = Field(None, description="Rules on the knowledge type")
     lines: LineRules | None = Field(LineRules(), description="Removal of lines from kept documents")
     per_language: bool | None = Field(True, description="Scale thresholds by the document's language, if signals from `language` are given")

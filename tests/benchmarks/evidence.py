@@ -17,15 +17,19 @@ suffixes (including towns of Norway and Japan), and pairs of words from 36 books
 (`FOLDER/languages`): `languages_lost_whole`: of Lingua's 75 languages (`languages_judged`, in NTREX's news and the Universal Declaration of
 Human Rights), the number of which `clean` keeps no document; `languages_lost_whole_all`: the same for all languages in the data.
 `law_bound_languages`: languages in both sets that have a list of stop words; `law_bound_lost_whole`: those whose news would all be dropped
-by a bound on stop words computed from the Declaration alone. Without news, that rule abstains. `harm`
-(`toxicity/davidson_labeled_data.csv.zst`, 24,783 tweets by three annotators each): AUC of `dirty_word_ratio` (chance: .5) for hate and for
-offence against neither, compared with the AUC of the length in words. No available data set labels sexual text, violence or self-harm:
-`harm_categories_judged` is 1, sexual words, which no figure here measures. `extraction`, run only if named (it trains four models, takes
-half an hour on one core, and needs lightgbm): F1 of words compared with trafilatura. `f1_unseen_sites` is that of `curation_extract.py
---unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py` from sites that were used neither for the rules nor
-for the weights of the shipped extractor. `--write` writes the rows of the recipe `clean` to `flows/report/rule_evidence.tsv`, which the
-report shows, followed by one row for each shipped recipe: a digest of its rules, and the shares that all its rules drop together.
-`tests/flows/test_rule_evidence.py` compares them.
+by a bound on stop words computed from the Declaration alone. Without news, that rule abstains. `harm` (`--harm FOLDER` or `FOLDER/harm`, as
+`harm_sets.py` describes it): AUC of the harm model for each category, for answers of language models that people scored as harmful (at
+least .5 of 1) and that trained nothing. `..._auc_answers`: against answers scored at most .25, mostly to the same requests; `..._auc_web`:
+against WCXB's development pages and Wikipedia articles on near subjects that trained nothing, cut to the same lengths. `_low` and `_high`:
+95 % interval; `_word_list`, `_sexual_words`, `_length`: the same for a list of bad words by category, `dirty_word_ratio`, and the number of
+words. `harm_auc_min` is the worst category's `..._auc_answers`, `harm_auc_min_web` its `..._auc_web`. `harm_pages_above_TYPE`,
+`harm_good_words_above_TYPE`: share of the development pages, and of their words, that the rules of `select_model.harm` drop;
+`harm_articles_above_CATEGORY`: share of the Wikipedia articles on subjects near a category. `extraction`, run only if named (it trains four
+models, takes half an hour on one core, and needs lightgbm): F1 of words compared with trafilatura. `f1_unseen_sites` is that of
+`curation_extract.py --unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py` from sites that were used
+neither for the rules nor for the weights of the shipped extractor. `--write` writes the rows of the recipe `clean` to
+`flows/report/rule_evidence.tsv`, which the report shows, followed by one row for each shipped recipe: a digest of its rules, and the shares
+that all its rules drop together. `tests/flows/test_rule_evidence.py` compares them.
 """
 
 from __future__ import annotations
@@ -246,24 +250,12 @@ def languages(folder: Path, write: bool) -> dict[str, float]:
 
 def harm(folder: Path, write: bool) -> dict[str, float]:
     """Return the figures of the part `harm` (see the module)."""
-    import csv
+    import harm_evidence
 
-    import numpy as np
-    import pyarrow as pa
-    from quality import auc
-
-    from puna.stages.curate.signals.measure import measure
-
-    content = curation_articles._unpacked(folder / "toxicity/davidson_labeled_data.csv.zst").decode()
-    rows = list(csv.DictReader(content.splitlines(keepends=True)))
-    ratio = measure(pa.chunked_array([pa.array([row["tweet"] for row in rows], pa.large_string())]), 5, 0.5).values["dirty_word_ratio"]
-    labels, lengths = np.array([int(row["class"]) for row in rows]), np.array([float(len(row["tweet"].split())) for row in rows])
-    figures = {"harm_categories_judged": 1.0}
-    for name, label in (("hate", 0), ("offence", 1)):
-        chosen = (labels == label) | (labels == 2)
-        figures[f"{name}_auc_sexual_words"] = auc(np.nan_to_num(np.asarray(ratio)[chosen]), labels[chosen] == label)
-        figures[f"{name}_auc_length"] = auc(lengths[chosen], labels[chosen] == label)
-    return figures
+    if not (HARM or folder / "harm").is_dir():
+        print(f"harm: skipped, since there is no folder {HARM or folder / 'harm'}; give --harm FOLDER", file=sys.stderr)
+        return {}
+    return harm_evidence.figures(HARM or folder / "harm", folder)
 
 
 def extraction(folder: Path, write: bool) -> dict[str, float]:
@@ -284,18 +276,22 @@ PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {
     "rules": rules, "names": names, "languages": languages, "harm": harm, "extraction": extraction,
 }  # fmt: skip
 LONG = ("extraction",)
+HARM: Path | None = None
 
 
 def main() -> None:
     """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data", help="folder of the sets")
+    parser.add_argument("--harm", type=Path, help="folder of the harm sets; default: harm in the folder of the sets")
     parser.add_argument("--part", choices=PARTS, action="append", help="measure this alone (repeatable)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="write the committed table of rules")
     arguments = parser.parse_args()
     if not arguments.data.is_dir():
         sys.exit(f"evidence: no folder {arguments.data}; give --data FOLDER (see --help)")
+    global HARM
+    HARM = arguments.harm
     figures: dict[str, float] = {}
     for name in arguments.part or (name for name in PARTS if name not in LONG):
         figures |= PARTS[name](arguments.data, arguments.write)

@@ -256,6 +256,15 @@ class QualityRules(WebRules):
     min_rank: Share = below("quality_rank", 0.1, "Minimum quality rank: 0.1 drops the worst tenth", "keep")
 
 
+class HarmRules(RuleGroup):
+    """Rules on harm by category, for documents whose language the stage `harm` scores. The thresholds are Puna's own."""
+
+    max_hate: Share = above("harm_hate", 0.5, "Maximum probability of hate", "keep")
+    max_violence: Share = above("harm_violence", 0.5, "Maximum probability of violence", "keep")
+    max_sexual: Share = above("harm_sexual", 0.5, "Maximum probability of sexual acts", "keep")
+    max_self_harm: Share = above("harm_self_harm", 0.5, "Maximum probability of self-harm", "keep")
+
+
 class DomainRules(RuleGroup):
     """Rules on the knowledge type of documents."""
 

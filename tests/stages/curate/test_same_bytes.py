@@ -26,6 +26,7 @@ from puna.stages.curate.domains import TrainDomainsConfig, domains, train_domain
 from puna.stages.curate.encoder_quality import TrainEncoderQualityConfig, encoder_quality, train_encoder_quality
 from puna.stages.curate.extract import ExtractConfig, extract
 from puna.stages.curate.gather import GatherConfig, gather
+from puna.stages.curate.harm import harm
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.curate.ingest import IngestConfig, ingest
 from puna.stages.curate.judge import JudgeConfig, judge
@@ -179,6 +180,7 @@ SPECS = {
     "train_classifier": (train_classifier, TrainClassifierConfig(**SMALL), lambda w: {"documents": w.documents}),
     "quality": (quality, QualityConfig(), lambda w: {
         "documents": w.documents, "classifier": w.made["train_classifier"], "language": w.made["language"]}),
+    "harm": (harm, StageConfig(), lambda w: {"documents": w.documents, "language": w.made["language"]}),
     "classify": (classify, StageConfig(), lambda w: {"documents": w.documents, "classifier": w.made["train_classifier"]}),
     "train_code_reasoning": (
         train_code_reasoning, TrainCodeReasoningConfig(**SMALL), lambda w: {"documents": w.documents, "labels": [w.grades]}
