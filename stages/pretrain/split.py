@@ -20,7 +20,7 @@ from puna.stages.training.corpus import of_part
 from puna.storage import Artifact, Part, PunaError
 
 UNKNOWN = "unknown"
-KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "domain")  # signals that determine a document's kind
+KINDS = ("language", "code_score", "code_line_fraction", "reasoning_score", "formulas", "domain")  # signals that give a document's kind
 
 
 class KindsConfig(StageConfig):
@@ -30,6 +30,7 @@ class KindsConfig(StageConfig):
     min_code: float = Field(0.5, ge=0, le=1, description="Minimum code_score of the kind code, in any language; domain code also counts")
     min_code_lines: float = Field(0.02, ge=0, le=1, description="Minimum code_line_fraction of code: code_score is high in unknown scripts")
     min_reasoning: float = Field(0.5, ge=0, le=1, description="Minimum reasoning_score of the kind mathematics_reasoning")
+    min_formulas: int = Field(3, ge=0, description="Minimum formulas of a text with min_reasoning whose lines look like code but are not")
 
 
 class SplitConfig(SeededConfig):
@@ -83,11 +84,12 @@ def _categories(ids: pa.ChunkedArray, signals: Sequence[Artifact], config: Split
     if config.kinds is None:
         category = pc.fill_null(_signal(ids, signals, config.category).cast(pa.string()), UNKNOWN)
         return pc.if_else(pc.equal(category, ""), UNKNOWN, category)
-    language, code, lines, reasoning, domain = (_signal(ids, signals, name) for name in KINDS)
+    language, code, lines, reasoning, formulas, domain = (_signal(ids, signals, name) for name in KINDS)
     technical = pc.and_(pc.greater_equal(code, config.kinds.min_code), pc.greater_equal(lines, config.kinds.min_code_lines))
-    is_code = pc.or_(pc.fill_null(technical, False), pc.fill_null(pc.equal(domain, "code"), False))
-    own = pc.is_in(language, pa.array([config.kinds.language, "zxx"]))
     reasons = pc.fill_null(pc.greater_equal(reasoning, config.kinds.min_reasoning), False)
+    formal = pc.and_(reasons, pc.fill_null(pc.greater_equal(formulas, config.kinds.min_formulas), False))
+    is_code = pc.or_(pc.and_not(pc.fill_null(technical, False), formal), pc.fill_null(pc.equal(domain, "code"), False))
+    own = pc.is_in(language, pa.array([config.kinds.language, "zxx"]))
     return pc.if_else(is_code, "code", pc.if_else(own, pc.if_else(reasons, "mathematics_reasoning", "general"), "multilingual"))
 
 

@@ -120,13 +120,15 @@ def test_without_signals_all_documents_are_of_one_category(tmp_path: Path) -> No
 
 
 def test_kinds_are_of_any_language(tmp_path: Path) -> None:
-    """Code is code in any language; another language is multilingual whatever its type; reasoning in the main language is mathematics."""
+    """Code is code in any language; another language is multilingual whatever its type; reasoning in the main language is mathematics, also
+    with lines of formulas (the last two rows), which look like code."""
     store = Store.open(tmp_path)
     rows = [  # language, score of code, share of code lines, score of reasoning, domain, kind
         ("en", 0.1, 0.0, 0.2, "science", "general"), ("en", 0.2, 0.1, 0.9, "science", "mathematics_reasoning"),
         ("en", 0.8, 0.5, 0.9, "technology", "code"), ("hi", 0.1, 0.0, 0.9, "sports", "multilingual"),
         ("ja", 0.9, 0.3, 0.1, "sports", "code"), ("zxx", None, None, None, "code", "code"), ("en", None, None, None, None, "general"),
         ("und", None, 0.9, None, "history", "multilingual"), ("km", 0.9, 0.01, 0.1, "history", "multilingual"),
+        ("en", 1.0, 0.4, 0.9, "science", "mathematics_reasoning"), ("ja", 1.0, 0.4, 0.9, "science", "multilingual"),
     ]  # fmt: skip
     given = corpus(store, [(address, "a", 10) for address in pages(len(rows))])
     ids = sorted(given["documents"].read()["id"].to_pylist())
@@ -134,7 +136,7 @@ def test_kinds_are_of_any_language(tmp_path: Path) -> None:
     languages = store.import_table("signals", pa.table({"id": ids, "language": columns[0], "script": ["Latn"] * len(rows)}))
     names = ("code_score", "code_line_fraction", "reasoning_score")
     scores = {name: pa.array(values, pa.float64()) for name, values in zip(names, columns[1:4], strict=True)}
-    technical = store.import_table("signals", pa.table({"id": ids, **scores}))
+    technical = store.import_table("signals", pa.table({"id": ids, **scores, "formulas": [2] * 9 + [3] * 2}))
     domains = store.import_table("signals", pa.table({"id": ids, "domain": pa.array(columns[4], pa.string())}))
     own = {"documents": given["documents"], "signals": [domains, languages, technical]}
     table = execute(split, SplitConfig(kinds={}), own, store).read()
