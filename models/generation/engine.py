@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.exact import exact_passes
+from puna.models import progress
 from puna.models.generation.dense import loops
 from puna.models.generation.pages import PagePool, generation_room
 from puna.models.generation.sampling import DIVERGED, Draw, Drawn, RowError, draw
@@ -237,6 +238,7 @@ class Engine:
 
     def _begin(self) -> tuple[list[Answer], Drawn | None]:
         """Run one forward pass; return the answers whose next tokens are due, and the tokens drawn for them (None if no answer is due)."""
+        progress.advance()
         self._renew()
         device, dtype = self.model.place
         with exact_passes(dtype, device, self.exact):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from puna.kernels.exact import can_be_exact, exact_passes
+from puna.models import progress
 from puna.models.generation import AnswerEngine, Completion, SamplingParams
 from puna.models.generation.turns import converse
 from puna.models.training.objectives.base import Targets
@@ -352,4 +353,5 @@ def by_group(
         sizes = [len(answers[i]) if by_answer else tokens[i] for i in row]
         rows = held.ask(compute, targets.to(held.device)).float().cpu().split(sizes)
         results |= zip(row, rows, strict=True)
+        progress.advance()
     return [results[i] for i in range(len(prompts))]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from puna.kernels.adamw import clipping_factor
 from puna.kernels.operators import PLAIN, deterministic
-from puna.models import accounting
+from puna.models import accounting, progress
 from puna.models.accounting import DTYPES, Precision
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
@@ -233,7 +233,8 @@ class Trainer:
         return {"model_flops_utilization": flops * readers / seconds / peak / self.parallel.processes}
 
     def _collect(self) -> None:
-        """Add a bf16 model's gradients to the gradients of the fp32 weights; in fp32 both are the same tensors."""
+        """Add a bf16 model's gradients to the gradients of the fp32 weights; in fp32 both are the same tensors. Called per micro-batch."""
+        progress.advance()
         for name, parameter in self.parameters.items() if self._originals else ():
             if parameter.grad is not None:
                 weight, gradient = self.weights[name], parameter.grad.float()

@@ -6,9 +6,10 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from typing import Any
 
+from puna.models import progress
 from puna.stages.executors.worker import Answer, pack
 from puna.storage import PunaError
 
@@ -179,6 +180,13 @@ class PartExecutor(Executor):
         raise NotImplementedError
 
 
+def _result(future: Future[Any]) -> Any:
+    """Return a call's result. The wait counts as progress, since executors notice processes that end, and verifiers have time limits."""
+    while not wait([future], progress.BEAT).done:
+        progress.advance()
+    return future.result()
+
+
 def map_in_order(
     executor: Executor | None, function: Callable[..., Any], items: Iterable[Any], arguments: tuple[Any, ...], ahead: int = AHEAD
 ) -> Iterator[Any]:
@@ -193,10 +201,10 @@ def map_in_order(
         for item in items:
             most = max(ahead, 2 * executor.slots) if isinstance(executor, PartExecutor) else ahead
             while waiting and (len(waiting) >= most or sum(getattr(f, "bytes", 0) for f in waiting) > BYTES_UNDER_WAY):
-                yield waiting.popleft().result()
+                yield _result(waiting.popleft())
             waiting.append(executor.submit(function, item, *arguments))
         while waiting:
-            yield waiting.popleft().result()
+            yield _result(waiting.popleft())
     finally:
         for future in waiting:
             future.cancel()

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue, model_validator
 
+from puna.models import progress
+from puna.models.untrusted.bounded_process import CLOCK
 from puna.stages import plugins
 from puna.stages.identity.modules import is_library
 from puna.stages.verifiers import sandbox
@@ -54,7 +56,11 @@ class Code(Verifier):
 
 
 def _run_chunk(jobs: list[tuple[Code, str]], config: ScoringConfig) -> list[Score]:
-    return [_run(*job, config) for job in jobs]
+    scores = list[Score]()
+    for job in jobs:
+        progress.advance(CLOCK * config.seconds)
+        scores.append(_run(*job, config))
+    return scores
 
 
 def _run(code: Code, answer: str, config: ScoringConfig) -> Score:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from puna.models import progress
+from puna.models.untrusted.bounded_process import CLOCK
 from puna.stages.contract import External, StageRun
 from puna.stages.conversations import as_text, messages_of
 from puna.stages.executors.subprocess_worker import Apart
@@ -50,7 +52,11 @@ def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[Score]:
-    return [child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds) for job in chunk]
+    scores = list[Score]()
+    for job in chunk:
+        progress.advance(CLOCK * seconds)
+        scores.append(child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds))
+    return scores
 
 
 Row = dict[str, Any]

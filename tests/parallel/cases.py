@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -723,30 +724,27 @@ def answered(
     }  # fmt: skip
 
 
+def progressed(members: Sequence[int], layout: dict[str, int]) -> list[str]:
+    """Return the names of the functions that report progress in a training on rollouts."""
+    callers: set[str] = set()
+    with mock.patch("puna.models.progress.advance", lambda seconds=0.0: callers.add(sys._getframe(1).f_code.co_name)):
+        rolled(members, layout=layout, critic=True)
+    return sorted(callers)
+
+
 def silent(members: Sequence[int]) -> str:
-    """Return the error by which the training rank reports a sampling rank that hangs."""
-    groups = Groups(generate=1, members=members)
-    try:
-        if not groups.trains:
-            time.sleep(1.0)
-        else:
-            with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.1)):
-                groups.take(lambda: None)
-    except dist.DistError as error:
-        return str(error)
-    return ""
-
-
-def busy(members: Sequence[int]) -> str:
-    """Return what the training rank receives from a rank whose scoring takes longer than the timeout."""
-    with mock.patch("puna.models.training.parallel.groups.BEAT", 0.1, create=True):
+    """Return the error by which the training rank reports a sampling rank whose thread hangs."""
+    with mock.patch("puna.models.progress.BEAT", 0.05):
         groups = Groups(generate=1, members=members)
-        if not groups.trains:
-            time.sleep(5.0)
-            groups.give("scored")
-            return ""
-    with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=2)):
-        return groups.take(lambda: None)
+        try:
+            if not groups.trains:
+                time.sleep(2.0)
+            else:
+                with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):
+                    groups.take(lambda: None)
+        except dist.DistError as error:
+            return str(error)
+        return ""
 
 
 def failing(members: Sequence[int]) -> str:
@@ -815,6 +813,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "printed": printed, "grown": grown, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
-    "rolled": rolled, "silent": silent, "busy": busy, "failing": failing, "precision": precision, "listed": listed,
+    "rolled": rolled, "progressed": progressed, "silent": silent, "failing": failing, "precision": precision, "listed": listed,
     "looped": looped, "remembered": remembered, "unwritten": unwritten, "unsaved": unsaved, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

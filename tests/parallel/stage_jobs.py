@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from puna.models.generation import Engine
 from puna.models.training.parallel.base import Parallel
+from puna.models.training.parallel.groups import Groups
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh
 from puna.models.training.settings import ComputeSettings
@@ -31,11 +35,12 @@ from puna.stages.align import distill, dpo, reinforcement, sample
 from puna.stages.contract import External, execute, rank_jobs
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.evaluation import benchmark, evaluate
+from puna.stages.executors import map_in_order
 from puna.stages.pretrain import pretrain
 from puna.stages.pretrain.pretrain import Watch
 from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.token_rows import Packed, Reader
-from puna.stages.verifiers.scoring import Scorer
+from puna.stages.verifiers.scoring import Scorer, score_chunk
 from puna.storage import Store
 
 from .cases import network
@@ -190,4 +195,20 @@ def decided(members: Sequence[int], folder: str) -> dict[str, Any]:
     return {"accepted": accepted, "kept": sum(float(p.abs().sum()) for p in network_.parameters()) > 0}
 
 
-JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "stage_memory": stage_memory, "verified": verified, "learned": learned, "decided": decided}
+def busy(members: Sequence[int]) -> str:
+    """Return what the training rank receives from a rank whose scoring takes longer than the timeout: in a worker, then in this process."""
+    with mock.patch("puna.models.progress.BEAT", 0.05):
+        groups = Groups(generate=1, members=members)
+        if not groups.trains:
+            with ThreadPoolExecutor(1) as pool:
+                list(map_in_order(pool, time.sleep, [1.2], ()))
+            with mock.patch("puna.stages.verifiers.scoring.from_json"), mock.patch("puna.stages.verifiers.scoring.child") as child:
+                child().score = lambda item, seconds: time.sleep(1.2)
+                score_chunk([{"verifier": {}, "question": ("q", "t", "?", None, ()), "answer": ""}], 0.2)
+            groups.give("scored")
+            return ""
+        with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):
+            return groups.take(lambda: None)
+
+
+JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "stage_memory": stage_memory, "verified": verified, "learned": learned, "decided": decided, "busy": busy}

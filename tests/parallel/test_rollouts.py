@@ -127,11 +127,15 @@ def test_ranks_that_train_in_bf16_sample_in_bf16(ranks: Run, layout: dict[str, i
 
 
 def test_a_rank_that_hangs_is_named(ranks: Run) -> None:
-    assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has sent no heartbeat for ")
+    assert ranks("silent", 2)[0].startswith("rank 1, which samples answers, has made no progress for ")
 
 
 def test_a_rank_that_scores_for_longer_than_the_timeout_is_alive(ranks: Run) -> None:
     assert ranks("busy", 2) == ["scored", ""]
+
+
+def test_each_token_and_each_micro_batch_is_progress(ranks: Run) -> None:
+    assert ranks.alone("progressed") == ["_begin", "_collect", "by_group"]
 
 
 def test_a_rank_that_has_failed_is_named_at_once(ranks: Run) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from puna.models import progress
 from puna.models.training.boxes import tensors_digest
 from puna.models.training.parallel import mesh as meshes
 from puna.models.training.parallel.base import Parallel
@@ -24,7 +25,7 @@ from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
 
 ONE = Layout()
-POLL, CHECK, BEAT = 0.01, 20, 5.0  # seconds between polls for a rank's text; polls between checks of ranks; seconds between heartbeats
+POLL, CHECK = 0.01, 20  # seconds between polls for a rank's text; polls between checks of ranks
 _numbers = itertools.count()
 
 
@@ -55,10 +56,13 @@ class Groups:
         threading.Thread(target=self._beat, daemon=True).start()  # a step or the scoring of answers may take longer than TIMEOUT
 
     def _beat(self) -> None:
-        """Send heartbeats, which tell the other ranks that this process is alive, until this rank ends."""
+        """Tell the other ranks, until this rank ends, that its work goes on: by heartbeats that stop if its thread hangs."""
+        seen = -1
         with contextlib.suppress(dist.DistError):  # the process that has the store is gone
-            while not self._ended.wait(BEAT):
-                meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
+            while not self._ended.wait(progress.BEAT):
+                if progress.count != seen or time.monotonic() < progress.until:
+                    seen = progress.count
+                    meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
 
     def sampler(self, text: str) -> str:
         """Return, on all ranks, the text of the first rank that only samples; return `text` if all ranks both train and sample."""
@@ -83,6 +87,7 @@ class Groups:
             weight = weight.to(held.dtype, copy=True)
             digests |= {name: tensors_digest({name: weight})} if first else {}
             dist.broadcast(_bytes(weight), self._training[0], self._everyone)
+            progress.advance()
         broadcast_text(json.dumps(digests), self._training[0], self._everyone)
         self._asked += 1
 
@@ -112,6 +117,7 @@ class Groups:
                 dist.broadcast(_bytes(buffer), self._training[0], self._everyone)
                 digests[name] = tensors_digest({name: buffer})
                 weight.copy_(buffer[piece])
+                progress.advance()
                 arrived &= torch.equal(weight, buffer[piece])
             if digests != json.loads(broadcast_text("", self._training[0], self._everyone)) or not arrived:
                 raise ValueError(f"rollout {order['rollout']}: this rank's weights are not those that the trainers sent")
@@ -129,7 +135,7 @@ class Groups:
         self._taken += 1
 
     def _wait(self, name: str, ranks: Sequence[int]) -> str:
-        """Return the text that `ranks` set under a name, once set. Raise DistError if one fails, or shows no heartbeat in time."""
+        """Return the text that `ranks` set under a name, once set. Raise DistError if one fails, or makes no progress in time."""
         store, key, beats, since = meshes.store(), f"{self._name}-{name}", dict[int, int](), dict[int, float]()
         for turn in itertools.count():
             if store.check([key]):
@@ -143,7 +149,7 @@ class Groups:
                 if beats.get(rank) != beat:
                     beats[rank], since[rank] = beat, now
                 elif now - since[rank] > meshes.TIMEOUT.total_seconds():
-                    raise dist.DistError(f"{who} has sent no heartbeat for {now - since[rank]:.0f} s")
+                    raise dist.DistError(f"{who} has made no progress for {now - since[rank]:.0f} s")
             time.sleep(POLL)
         raise AssertionError
 
