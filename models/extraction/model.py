@@ -28,6 +28,7 @@ from puna.models.extraction.layout import Pages, Scan, deepest, group_sums, numb
 from puna.models.extraction.network import Network, network_logits
 from puna.models.extraction.tags import IS_HEADING, NAMES, NUMBER
 from puna.models.extraction.trees import Splits, Trees, logits, splits
+from puna.models.extraction.write import CELL_BYTES, T_TABLE, T_TD, T_TH
 
 PULL = np.float32(0.35)  # share of the way by which a logit moves to the mean of the blocks with the same path
 COPIED_WORDS = 5  # minimum words of a copy: shorter texts may occur on a page again and again
@@ -55,8 +56,9 @@ def agree(page: Scan, scores: NDArray[np.float32]) -> NDArray[np.float32]:
 @njit(cache=True)
 def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] without copies, as for narrow screens: blocks of `COPIED_WORDS` or more (not `pre`) with the words of an
-    earlier kept block. Blocks with the same path are not copies: messages of a thread or entries of a reference may have equal words."""
-    keys = text_keys(page)
+    earlier kept block. Blocks with the same path or in the same data table are not copies: messages of a thread, entries of a reference or
+    cells of a column may have equal words."""
+    keys, tables = text_keys(page), data_tables(page)
     out = keep.copy()
     numbers, count = numbers_of(keys)
     first = np.full(count, -1, np.int64)  # kept block of these words
@@ -64,8 +66,8 @@ def once(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
         if keep[b] and first[numbers[b]] < 0:
             first[numbers[b]] = b
         elif keep[b] and page.blocks[b, L.WORDS] >= COPIED_WORDS and page.blocks[b, L.PRE] == 0:
-            before = page.blocks[first[numbers[b]], L.ELEMENT]
-            out[b] = page.signs[page.blocks[b, L.ELEMENT], 1] == page.signs[before, 1]
+            before, own = page.blocks[first[numbers[b]], L.ELEMENT], page.blocks[b, L.ELEMENT]
+            out[b] = page.signs[own, 1] == page.signs[before, 1] or tables[own] == tables[before] > 0
     return out
 
 
@@ -103,16 +105,18 @@ def best_cut(p: NDArray[np.float32], words: NDArray[np.float64]) -> tuple[float,
 
 
 CONTENT_SHARE = 0.9  # minimum share of the kept words in the element taken as the content
-T_H1, T_PRE, T_DL, T_TABLE = (NUMBER[name] for name in ["h1", "pre", "dl", "table"])
+T_H1, T_PRE, T_DL, T_FIGURE = (NUMBER[name] for name in ["h1", "pre", "dl", "figure"])
+T_CAPTION, T_FIGCAPTION, T_THEAD = (NUMBER[name] for name in ["caption", "figcaption", "thead"])
 # Share of an element's words that must be kept for the rest to stay; at these shares, F1 on unseen pages does not fall.
 NEEDED = np.full(len(NAMES), np.inf)
 NEEDED[T_PRE], NEEDED[T_DL], NEEDED[T_TABLE] = 0, 0.1, 0.5
+DATA_NEEDED = 0.3  # the same for a data table whose rest has no more words than all that is kept of the page
 
 
 @njit(cache=True)
 def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return `keep` [blocks] with gaps in code, definition lists and tables filled (see `NEEDED`), and with headings of kept blocks."""
-    elements = page.elements
+    elements, tables = page.elements, data_tables(page)
     words, kept_words = running(page.blocks[:, L.WORDS]), running(page.blocks[:, L.WORDS] * keep)
     first, end = deepest(page, kept_words, CONTENT_SHARE)
     out = keep.copy()
@@ -122,11 +126,52 @@ def made_whole(page: Scan, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
         needed = NEEDED[elements[e, L.TAG]]
         if a < done or z <= a or z > end or needed == np.inf:
             continue
-        if kept_words[z] - kept_words[a] >= needed * (words[z] - words[a]) and (needed == 0 or kept_words[z] > kept_words[a]):
+        own, whole = kept_words[z] - kept_words[a], words[z] - words[a]
+        needed = DATA_NEEDED if tables[e] == e and whole - own <= kept_words[-1] else needed
+        if own >= needed * whole and (needed == 0 or own > 0):
             out[a:z] = True
             done = z
+    _keep_heads(page, tables, out)
     _keep_headings(page, out)
     return out
+
+
+@njit(cache=True)
+def _keep_heads(page: Scan, tables: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
+    """Keep the `thead` and `caption` of each data table with a kept block, and a `figcaption` beside it. `tables`: from `data_tables`."""
+    elements, blocks = page.elements, page.blocks
+    kept = running((keep & (tables[blocks[:, L.ELEMENT]] > 0)).astype(np.int64))
+    done = 0  # end of the last element that was kept
+    for e in range(1, len(elements)):
+        tag, around = elements[e, L.TAG], elements[e, L.PARENT]
+        if tag in (T_CAPTION, T_THEAD):
+            around = tables[e]
+        elif tag != T_FIGCAPTION or elements[around, L.TAG] != T_FIGURE:
+            continue
+        if around > 0 and elements[e, L.FIRST] >= done and kept[elements[around, L.END]] > kept[elements[around, L.FIRST]]:
+            done = elements[e, L.END]
+            keep[elements[e, L.FIRST] : done] = True
+
+
+@njit(cache=True)
+def data_tables(page: Scan) -> NDArray[np.int64]:
+    """Return the data table that each element [elements] belongs to, 0 for none. A data table holds no table and no long cell; two of its
+    rows have two cells with text."""
+    elements, blocks, n = page.elements, page.blocks, len(page.elements)
+    tables, cells, rows, layout = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.bool_)
+    for e in range(1, n):
+        tag, parent, a, z = elements[e, L.TAG], elements[e, L.PARENT], elements[e, L.FIRST], elements[e, L.END]
+        tables[e] = e if tag == T_TABLE else tables[parent]
+        if tag == T_TABLE:
+            layout[tables[parent]] = True
+        elif tag in (T_TD, T_TH) and z > a:
+            cells[parent] += 1
+            rows[tables[e]] += cells[parent] == 2
+            layout[tables[e]] |= blocks[z - 1, L.STOP] - blocks[a, L.START] > CELL_BYTES
+    for e in range(n):
+        if layout[tables[e]] or rows[tables[e]] < 2:
+            tables[e] = 0
+    return tables
 
 
 @njit(cache=True)

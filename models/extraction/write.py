@@ -14,7 +14,7 @@ CELL_BYTES = 200  # maximum bytes of a data cell: longer cells belong to layout 
 MAX_COLUMNS = 63  # bits of a mask; cells beyond share the last column
 MAX_GROUPS = 1000  # maximum groups of rows with a `rowspan` on one page; further groups ignore `rowspan`
 T_TABLE, T_TR, T_TD, T_TH = (NUMBER[name] for name in ["table", "tr", "td", "th"])
-IN_CELL = L.BIT["td"] | L.BIT["th"]
+IN_CELL, IN_TABLE = L.BIT["td"] | L.BIT["th"], L.BIT["table"]
 
 
 @njit(cache=True)
@@ -331,7 +331,7 @@ def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], 
     blocks, elements, (cells, columns) = page.blocks, page.elements, places
     before = -1  # bytes of the previous kept block
     cell = row = column = -1  # of that block
-    gap = L.TAB
+    gap, table = L.TAB, np.int64(0)  # `table`: not 0 if that block is in a table
     for b in range(len(blocks)):
         here = blocks[b, L.GAP]
         if here == L.BLANK or gap == L.BLANK:
@@ -349,7 +349,9 @@ def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], 
         elif before >= 0 and own >= 0 and own == row and gap == L.TAB and before <= CELL_BYTES and size <= CELL_BYTES:
             tabs = 1
         elif before >= 0:
-            apart = gap == L.BLANK and not (data and elements[own, L.PARENT] == elements[row, L.PARENT])
+            apart = (gap == L.BLANK or table != IN_TABLE & elements[blocks[b, L.ELEMENT], L.FLAGS]) and not (
+                data and elements[own, L.PARENT] == elements[row, L.PARENT]
+            )
             out[at], out[at + 1] = 10, 10
             at += 1 + apart
         for _ in range(tabs):
@@ -360,6 +362,7 @@ def _join(page: Scan, keep: NDArray[np.bool_], places: tuple[NDArray[np.int64], 
             out[at] = page.text[k]
             at += 1
         before, gap, cell, row, column = size, L.TAB, cells[b], own, columns[b]
+        table = IN_TABLE & elements[blocks[b, L.ELEMENT], L.FLAGS]
     return at
 
 

@@ -107,6 +107,16 @@ def test_cells_that_are_left_out_leave_their_columns():
     assert text_of(page, keep) == "Sales\na\tb\tc\n\t2\t3\n4\t\t6"
 
 
+def test_blank_lines_stand_around_a_table_whose_first_or_last_cell_is_empty():
+    assert whole("<p>x<table><tr><td><th>A<th>B<tr><td>c<td>1<td></table><p>y") == "x\n\n\tA\tB\nc\t1\n\ny"
+
+
+def test_equal_cells_of_a_data_table_are_no_copies():
+    table = "<table><tr class=odd><td>one two three four five<td>1<tr class=even><td>one two three four five<td>2</table>"
+    page = read_page(HTMLTree.parse(f"{table}<div>one two three four five</div>"))
+    assert once(page, np.ones(len(page.blocks), np.bool_)).tolist() == [True, True, True, True, False]
+
+
 def test_long_cells_are_layout_and_stand_on_lines_of_their_own():
     long = "word " * 60
     assert whole(f"<table><tr><td>{long}<td>{long}</table>") == f"{long.strip()}\n{long.strip()}"
@@ -446,6 +456,10 @@ def test_pages_weigh_as_they_are_told_and_only_by_known_blocks():
     assert weight[0] / weight[2] == pytest.approx((4 / 2) ** 0.6)
 
 
+ROWS = "<table><tr><td>1<td>2<tr><td>3<td>4<tr><td>5<td>6</table>"
+HEAD = ROWS.replace("<table>", "<table><caption>c</caption><thead><tr><th>h<th>i<tbody>")
+
+
 @pytest.mark.parametrize(
     ("html", "kept", "whole"),
     [
@@ -456,6 +470,16 @@ def test_pages_weigh_as_they_are_told_and_only_by_known_blocks():
         ("<main><p>x<dl><dt>a<dd>b c d e f g h i j k</dl></main>", "x|a", "x|a"),
         ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1|4", "x|1|2|3|4"),
         ("<main><p>x<table><tr><td>1<td>2<tr><td>3<td>4</table></main>", "x|1", "x|1"),
+        # Of a data table, 0.3 of the words suffice, if the rest has no more words than all that is kept; of other tables they do not.
+        (f"<main><p>u v w{ROWS}</main>", "u v w|1|2", "u v w|1|2|3|4|5|6"),
+        (f"<main><p>w{ROWS}</main>", "w|1|2", "w|1|2"),
+        (f"<main><p>u v w<table><tr><td>{ROWS}</table></main>", "u v w|1|2", "u v w|1|2|3|4|5|6"),
+        ("<main><p>u v w<table><tr><td>1<tr><td>2<tr><td>3</table></main>", "u v w|1", "u v w|1"),
+        # The head and caption of a data table stay with any of its cells, and a caption beside it in the figure.
+        (f"<main><p>w{HEAD}</main>", "w|1", "w|c|h|i|1"),
+        (f"<main><p>w<figure>{HEAD}<figcaption>f</figcaption></figure><figure><figcaption>g</figure></main>", "w|1", "w|c|h|i|1|f"),
+        (f"<main><p>w{HEAD}</main>", "w", "w"),
+        (f"<main><p>w{HEAD.replace('<td>2', '<td>' + '2 ' * 200)}</main>", "w|1", "w|1"),
         # Headings stay with their text, but not above the first kept block.
         ("<h1>t</h1><main><p>x<h2>a</h2><h3>b</h3><p>y<h2>c</h2><p>z</main>", "x|y", "x|a|b|y"),
         # Lists are not completed, and an empty mask stays empty.
