@@ -27,7 +27,7 @@ def capabilities(
     model: Model, asked: Prompts | None = None, documents: Documents | None = None,
     demonstrations: list[Instructions] | None = None, tasks: list[Prompts] | None = None,
 ) -> Output:  # fmt: skip
-    """Fine-tune a model on a mixture of instructions, and measure each source's gain over a mixture without that source.
+    """Finetune a model on a mixture of instructions, and measure each source's gain over a mixture without that source.
 
     The recipe gives each source a share. `asked`: prompts for answers that obey a rule. The model answers with the rule in the user's
     message; answers that obey it are learned with the rule in the system message (`rejection_sample.source`). `documents`: texts for

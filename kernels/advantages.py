@@ -1,4 +1,4 @@
-"""Advantages and returns of sampled answers: KL-penalised rewards and generalised advantage estimation in one pass.
+"""Advantages and returns of sampled answers: KL-penalized rewards and generalized advantage estimation in one pass.
 
     r_t = -c (logp_t - ref_t), plus the answer's score at its last token (Ziegler et al. 2019)
     delta_t = r_t + gamma v_{t+1} - v_t;  a_t = delta_t + gamma lambda a_{t+1};  returns_t = a_t + v_t

@@ -113,7 +113,7 @@ Records = npt.NDArray[np.void]
 def _multiply(
     T: int, N: int, D: int, first: int, x: Address, x8: Address, w: Address, scales: Address, sums: Address, y: Address, y_row: int
 ) -> None:
-    """Write y [T, N] = x w^T for the N outputs from `first` on. With scales, multiply in INT8; x8 is then x quantised by `quantize_row`."""
+    """Write y [T, N] = x w^T for the N outputs from `first` on. With scales, multiply in INT8; x8 is then x quantized by `quantize_row`."""
     if scales:
         products8(T, N, D, x8, w + first * D, scales + 4 * first, sums + 4 * first, y, y_row)
     else:
@@ -134,7 +134,7 @@ def _add_row(width: int, to: Address, other: Address) -> None:
 
 @strict_jit
 def _finish_head(K: int, x: Address, bias: Address, norm: Address, eps: float, cos: Address, sin: Address) -> None:
-    """Add the bias, normalise and rotate one query or key, in place."""
+    """Add the bias, normalize and rotate one query or key, in place."""
     if bias:
         _add_row(K, x, bias)
     if norm:
@@ -200,7 +200,7 @@ def _residual_loop(part: int, start: int, stop: int, number: int, down: bool, st
 
 @strict_jit
 def _swiglu_loop(part: int, start: int, stop: int, number: int, step: Any, layers: Any) -> None:
-    """Compute the panels start .. stop - 1 of the SwiGLU of the normalised x into `inner`."""
+    """Compute the panels start .. stop - 1 of the SwiGLU of the normalized x into `inner`."""
     s, w = step[0], layers[number]
     N, D, F, out = s.N, s.D, s.F, s.inner
     h, y, h8 = s.normed + 4 * part * N * D, s.panel + 8 * part * N * PANEL, s.small + part * s.small_part

@@ -50,7 +50,7 @@ def signatures(hashes_S: U64, offsets_D1: I64, number: int = 112, seed: int = 1)
     return _signatures(hashes_S, offsets_D1, *permutations(number, seed))  # type: ignore[no-any-return]
 
 
-# The inner loop over permutations updates a row of P values, which stays in the L1 cache, and is vectorised. Four shingles
+# The inner loop over permutations updates a row of P values, which stays in the L1 cache, and is vectorized. Four shingles
 # at a time share the row's loads and stores. Casts back to 32 bits undo numba's widening.
 
 

@@ -39,7 +39,7 @@ def accumulate(dw_VD: Tensor, d_CV: Tensor, x_CD: Tensor) -> None:
 
 
 def gradients(x_ND: Tensor, w_VD: Tensor, want_x: bool, want_w: bool) -> tuple[Tensor, Tensor]:
-    """Return buffers for dX (uninitialised) and dW (zeros, at least fp32); a gradient that is not wanted has size 0."""
+    """Return buffers for dX (uninitialized) and dW (zeros, at least fp32); a gradient that is not wanted has size 0."""
     dx_ND = torch.empty(x_ND.shape if want_x else 0, dtype=x_ND.dtype, device=x_ND.device)
     dw_VD = torch.zeros(w_VD.shape if want_w else 0, dtype=wide(w_VD.dtype), device=w_VD.device)
     return dx_ND, dw_VD

@@ -30,7 +30,7 @@ Kind = Literal["int8", "fp8"]
 TYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LEAST = 1e-30  # lower bound of a row's absolute maximum, so that a row of zeros has a positive scale
-BLOCK = 4096  # elements of a row that a program quantises at once
+BLOCK = 4096  # elements of a row that a program quantizes at once
 EXACT_DEPTH = 1024  # number of int8 products whose sum has no rounding in fp32: 1024 * 128^2 = 2^24
 
 
@@ -44,7 +44,7 @@ def quantize_rows_reference(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def quantized_linear_reference(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """Return x w^T in x's dtype, with x quantised by row; `q_ND` and `scale_N`: w from `quantize_rows`."""
+    """Return x w^T in x's dtype, with x quantized by row; `q_ND` and `scale_N`: w from `quantize_rows`."""
     q_TD, scale_T = quantize_rows_reference(x_TD, "fp8" if q_ND.dtype == torch.float8_e4m3fn else "int8")
     return (q_TD.to(x_TD.dtype) * scale_T[:, None]) @ (q_ND.to(x_TD.dtype) * scale_N[:, None]).T
 
@@ -103,7 +103,7 @@ def _product(a_TD: Tensor, a_T: Tensor, b_ND: Tensor, b_N: Tensor, dtype: torch.
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x, q, scales, width, x_row, TOP: tl.constexpr, LEAST: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one row: find its largest magnitude, then convert its elements, which are still in the cache."""
+    """Quantize one row: find its largest magnitude, then convert its elements, which are still in the cache."""
     t = tl.program_id(0).to(tl.int64)
     peaks = tl.zeros([BLOCK], tl.float32)
     zeros = tl.zeros([BLOCK], tl.float32)  # NaN where an element is not finite
@@ -205,10 +205,10 @@ def _forward(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
 
 def require_products(kind: Kind, device: torch.device) -> None:
     """Raise ValueError if `device` has no 8-bit products of this kind: on a GPU, FP8 needs compute capability 8.9. A CPU computes FP8
-    products in fp32: correct, but slower than without quantisation."""
+    products in fp32: correct, but slower than without quantization."""
     if kind == "fp8" and device.type == "cuda" and capability(device) < 89:
         name, known = torch.cuda.get_device_name(device), capability(device) / 10
-        raise ValueError(f"{name} (compute capability {known}) has no FP8 products, which need 8.9: choose int8 or no quantisation")
+        raise ValueError(f"{name} (compute capability {known}) has no FP8 products, which need 8.9: choose int8 or no quantization")
 
 
 def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -217,5 +217,5 @@ def quantize_rows(x_TD: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def quantized_linear(x_TD: Tensor, q_ND: Tensor, scale_N: Tensor) -> Tensor:
-    """Return x w^T, [T, N] in x's dtype, without autograd; `q_ND` and `scale_N`: w from `quantize_rows`. x is quantised by row here."""
+    """Return x w^T, [T, N] in x's dtype, without autograd; `q_ND` and `scale_N`: w from `quantize_rows`. x is quantized by row here."""
     return _forward(x_TD, q_ND, scale_N)

@@ -46,7 +46,7 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 @strict_jit
 def norm_row(width: int, x: Address, residual: Address, weight: Address, eps: float, total: Address, y: Address) -> np.float32:
-    """Write one normalised row to y; return r (see the module). If `residual` is not 0, write x + residual to `total` and normalise it."""
+    """Write one normalized row to y; return r (see the module). If `residual` is not 0, write x + residual to `total` and normalize it."""
     squares = fill(np.float32(0))
     for i in range(0, width, LANES):
         z = load_first(x + 4 * i, width - i)
@@ -68,7 +68,7 @@ def _forward_loop(
     part: int, start: int, stop: int, width: int, x: Address, residual: Address, weight: Address, eps: float, y: Address, total: Address,
     r: Address,
 ) -> None:  # fmt: skip
-    """Normalise rows given by address: in a generation step, passing arrays would cost more than the arithmetic."""
+    """Normalize rows given by address: in a generation step, passing arrays would cost more than the arithmetic."""
     r_T = carray(pointer(r), (stop,))
     for t in range(start, stop):
         at = 4 * t * width
@@ -145,7 +145,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         block += tl.load(residual + at, inside, 0.0).to(tl.float32)
         rounded = block.to(total.dtype.element_ty)
         tl.store(total + at, rounded, inside)
-        block = rounded.to(tl.float32)  # normalise the rounded total, which the residual stream holds
+        block = rounded.to(tl.float32)  # normalize the rounded total, which the residual stream holds
     scale = 1.0 / tl.sqrt(tl.sum(block * block, 1) / width + eps)
     tl.store(r + t, scale, t < rows)
     gain = tl.load(weight + d, d < width, 0.0).to(tl.float32)
@@ -272,7 +272,7 @@ differentiable(_rms_norm, _backward_alone, _setup)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm over the last axis, with x's shape and dtype; low precision is normalised in fp32."""
+    """Return RMSNorm over the last axis, with x's shape and dtype; low precision is normalized in fp32."""
     return _rms_norm(x_TD.reshape(-1, x_TD.shape[-1]), weight_D, eps)[0].view(x_TD.shape)  # type: ignore[no-any-return]
 
 

@@ -55,7 +55,7 @@ def _forward_loop(part: int, start: int, stop: int, width: int, gate: Address, g
 @numba_jit
 def _backward_loop(part: int, start: int, stop: int, dy: Any, gate: Any, up: Any, strides: Any, dgate: Any, dup: Any) -> None:
     """Write the gradients to `dgate` and `dup`. gate and up are flat, with rows `strides` elements apart. Each row is sliced first:
-    the loop over the slice needs no index checks, so it is vectorised."""
+    the loop over the slice needs no index checks, so it is vectorized."""
     width = dy.shape[1]
     for t in range(start, stop):
         d, to_gate, to_up = dy[t], dgate[t], dup[t]

@@ -80,7 +80,7 @@ def _layer_elements(config: ModelConfig) -> int:
 
     These are inputs and outputs of two norms (4 D; 2 D if one norm feeds both blocks), rotated queries and keys, values, and the
     attention's output. Then gate, up and their product (3 F); with experts, these and an input and output (2 D) per expert of a token, and
-    the router's logits and probabilities. Normalised or latent queries and keys add their own elements.
+    the router's logits and probabilities. Normalized or latent queries and keys add their own elements.
     """
     width, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     inner = 3 * config.intermediate_size

@@ -123,7 +123,7 @@ class ModelShape(Settings):
     o_bias: bool = Field(False, description="Bias of the attention's output projection")
     qk_norm: bool = Field(False, description="RMSNorm on each query and key head before rotation")
     final_logit_softcapping: float | None = Field(None, gt=0, description="Soft cap c of the logits: c tanh(logit / c) (Gemma 2: 30)")
-    parallel_block: bool = Field(False, description="Attention and feed-forward read one normalised input; their outputs are added (PaLM)")
+    parallel_block: bool = Field(False, description="Attention and feed-forward read one normalized input; their outputs are added (PaLM)")
     moe: Moe | None = Field(None, description="Mixture of experts in place of the feed-forward blocks; null: none")
     mla: Mla | None = Field(None, description="Multi-head latent attention; null: none")
 

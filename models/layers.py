@@ -39,7 +39,7 @@ class OverLatents(ABC):
 
 
 class Linear(nn.Linear):
-    """A linear layer with weight [outputs, inputs], left uninitialised for `Transformer.initialise` or a checkpoint."""
+    """A linear layer with weight [outputs, inputs], left uninitialized for `Transformer.initialize` or a checkpoint."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -56,14 +56,14 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding of tokens with weight [V, D], which is left uninitialised as in `Linear`."""
+    """An embedding of tokens with weight [V, D], which is left uninitialized as in `Linear`."""
 
     def reset_parameters(self) -> None:
         """Do nothing: see `initial_values`."""
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned gain [D]."""
+    """Root-mean-square normalization with a learned gain [D]."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

@@ -68,9 +68,9 @@ class ServingSettings(Settings):
         if self.engine == "vllm" and self.memory is not None:
             raise ValueError(f"memory {self.memory:g}: vLLM takes the share gpu_memory of the GPU's memory; leave memory out")
         if self.offload != "none" and (self.engine == "vllm" or self.weights != "same"):
-            raise ValueError(f"offload {self.offload}: only Puna's engine offloads layers, unquantised; set engine puna, weights same")
+            raise ValueError(f"offload {self.offload}: only Puna's engine offloads layers, unquantized; set engine puna, weights same")
         if self.engine == "vllm" and (self.speculate or self.weights == "int8"):
-            raise ValueError("engine vllm does not speculate, and quantises only to fp8: speculate must be 0, weights same or fp8")
+            raise ValueError("engine vllm does not speculate, and quantizes only to fp8: speculate must be 0, weights same or fp8")
         return self
 
     @property
@@ -92,32 +92,32 @@ def guesses(speculate: int, draft: object) -> int:
     return speculate or (AHEAD if draft is not None else 0)
 
 
-def quantise_for(model: Transformer, weights: Weights) -> Transformer:
-    """Return the model, quantised in place to `weights` (same: unchanged). Raise ValueError if the model or device prevents this."""
-    from puna.models.formats.quantised import quantise
+def quantize_for(model: Transformer, weights: Weights) -> Transformer:
+    """Return the model, quantized in place to `weights` (same: unchanged). Raise ValueError if the model or device prevents this."""
+    from puna.models.formats.quantized import quantize
 
-    return model if weights == "same" else quantise(model, weights)
+    return model if weights == "same" else quantize(model, weights)
 
 
 def engine_of(
     model: Transformer, tokenizer: Tokenizer | None, weights: Weights = "same", draft: tuple[Transformer, Tokenizer] | None = None,
     draft_weights: Weights = "same", held: Parallel | None = None, **limits: Any,
 ) -> Engine:  # fmt: skip
-    """Return the engine of a model, with its draft model if there is one; both are quantised in place. `limits`: arguments of `Engine`.
-    `held`: the model under a layout; with pipeline stages, there is no quantisation and no draft. Raise ValueError if tokenizers differ."""
+    """Return the engine of a model, with its draft model if there is one; both are quantized in place. `limits`: arguments of `Engine`.
+    `held`: the model under a layout; with pipeline stages, there is no quantization and no draft. Raise ValueError if tokenizers differ."""
     from puna.models.generation import Engine
     from puna.models.generation.draft import DraftedEngine
     from puna.models.training.parallel.staged_engine import held_engine
 
     if held is not None and held.mesh.size("pipeline") > 1:
         return held_engine(held, tokenizer, **limits)
-    quantise_for(model, weights)
+    quantize_for(model, weights)
     if draft is None:
         return Engine(model, tokenizer, **limits)
     smaller, other = draft
     if tokenizer is None or other.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise ValueError("the draft has a different tokenizer from the model: a token id would mean different texts to them")
-    return DraftedEngine(model, quantise_for(smaller, draft_weights), tokenizer, **limits)
+    return DraftedEngine(model, quantize_for(smaller, draft_weights), tokenizer, **limits)
 
 
 class Offloaded(NamedTuple):

@@ -137,7 +137,7 @@ def initial_values(config: ModelConfig, seed: int, name: str, shape: Sequence[in
 
 class Transformer(nn.Module):
     """A decoder with a language-model head (`lm`), or with a head of one number per token (`scalar`: reward, value). `seed` draws the
-    weights, see `initial_values`; without a seed the weights are left uninitialised, ready for a checkpoint."""
+    weights, see `initial_values`; without a seed the weights are left uninitialized, ready for a checkpoint."""
 
     def __init__(self, config: ModelConfig, head: Head = "lm", seed: int | None = None) -> None:
         super().__init__()
@@ -152,10 +152,10 @@ class Transformer(nn.Module):
         else:
             self.score = Linear(config.hidden_size, 1)
         if seed is not None:
-            self.initialise(seed)
+            self.initialize(seed)
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def initialize(self, seed: int) -> None:
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_values(self.config, seed, name, parameter.shape))
 
@@ -218,7 +218,7 @@ class Transformer(nn.Module):
         results = by_rows(lambda rows_CD: softcap(self.lm_head(rows_CD), cap) / temperature, hidden_ND, targets)
         return results[0], results[2]
 
-    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
+    def normalizers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
         """Return [2, N], in nats: log p(targets[i] | path up to and including positions[i]), and the log-sum-exp of the logits there."""
         return by_rows(self.logits, self.hidden(forest)[positions], targets)[:2]
 

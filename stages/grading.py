@@ -29,7 +29,7 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
 def mean_grades(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the mean grade, float64 [n], and the total probability of all answer tokens, float64 [n].
 
-    The mean of `values` is weighted by the probabilities of `tokens`, normalised over these tokens. `logits` [n, vocabulary]."""
+    The mean of `values` is weighted by the probabilities of `tokens`, normalized over these tokens. `logits` [n, vocabulary]."""
     import torch
 
     logits = logits.double()

@@ -1,4 +1,4 @@
-"""URLs: parsing (WHATWG, with ada), normalisation, and the host names that domain lists match."""
+"""URLs: parsing (WHATWG, with ada), normalization, and the host names that domain lists match."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse(url: str) -> Address | None:
 
 
 def normalize(url: str) -> str:
-    """Return the same normalised URL for all URLs of the same page.
+    """Return the same normalized URL for all URLs of the same page.
 
     In addition to WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, credentials,
     fragments, tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified. URLs
@@ -65,7 +65,7 @@ def _whatwg(url: str) -> Any:
 
 
 def _escapes(text: str) -> str:
-    """Return text with normalised percent escapes: unreserved characters decoded, other escapes in upper case (RFC 3986, 6.2.2)."""
+    """Return text with normalized percent escapes: unreserved characters decoded, other escapes in upper case (RFC 3986, 6.2.2)."""
     return ESCAPE.sub(_escape, text) if "%" in text else text
 
 

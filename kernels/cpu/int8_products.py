@@ -29,7 +29,7 @@ BYTES = ir.VectorType(llvm.BYTE, STEP)
 
 
 def row_bytes(D: int) -> int:
-    """Return the number of bytes of a quantised row of x: D bytes, padded to a multiple of `STEP`, and a vector with the row's scale in all
+    """Return the number of bytes of a quantized row of x: D bytes, padded to a multiple of `STEP`, and a vector with the row's scale in all
     lanes."""
     return -(-D // STEP) * STEP + 4 * LANES
 

@@ -60,7 +60,7 @@ def triton_jit(function: Callable[..., Any]) -> Any:
 def numba_jit(function: Callable[..., Any]) -> Any:
     """Return a placeholder for a CPU loop that Python calls: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754.
 
-    Use `strict_jit` or `inline_jit` for a loop that other loops call. LLVM optimises such a loop on its own and again in every caller's
+    Use `strict_jit` or `inline_jit` for a loop that other loops call. LLVM optimizes such a loop on its own and again in every caller's
     object; which copy runs depends on what the process loaded first. With sums in any order, the copies differ in bits.
     """
 
@@ -73,7 +73,7 @@ def strict_jit(function: Callable[..., Any]) -> Any:
 
 
 def inline_jit(function: Callable[..., Any]) -> Any:
-    """Return a placeholder for a function that is inlined into the loops that call it, vectorised, with sums in any order."""
+    """Return a placeholder for a function that is inlined into the loops that call it, vectorized, with sums in any order."""
     return _loop(function, fastmath=FAST, forceinline=True)
 
 

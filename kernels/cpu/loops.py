@@ -64,7 +64,7 @@ def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> No
 
 @inline_jit
 def exp32(x: Any) -> Any:
-    """Return e^x in fp32 to 2 ulp by arithmetic that vectorises; x outside [-87, 88] counts as the nearest bound.
+    """Return e^x in fp32 to 2 ulp by arithmetic that vectorizes; x outside [-87, 88] counts as the nearest bound.
 
     x = n ln 2 + r with |r| <= ln 2 / 2; e^r by Cephes' polynomial, 2^n by writing the exponent.
     """

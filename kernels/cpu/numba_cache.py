@@ -140,7 +140,7 @@ class LoopCache:
 
 
 class _Results(CompileResultCacheImpl):  # type: ignore[misc]
-    """A serialiser of compiled loops, without numba's choice of cache files."""
+    """A serializer of compiled loops, without numba's choice of cache files."""
 
     def __init__(self) -> None:
         pass

@@ -1,6 +1,6 @@
-"""Normalised words of texts, and shingles: hashes of all word n-grams.
+"""Normalized words of texts, and shingles: hashes of all word n-grams.
 
-A `Table` holds the bytes that replace each code point; a space separates words. Normalising UTF-8 costs a table look-up per byte of
+A `Table` holds the bytes that replace each code point; a space separates words. Normalizing UTF-8 costs a table look-up per byte of
 ASCII and a copy per other character: a few hundred MB/s per core.
 
 Shapes: D documents, W words, S shingles (of all documents one after another). In a flat array, document d has the elements
@@ -45,7 +45,7 @@ class Table(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Normalised words of documents: `data` uint8, words separated by single spaces; `offsets_D1`, the documents' offsets in `data`;
+    """Normalized words of documents: `data` uint8, words separated by single spaces; `offsets_D1`, the documents' offsets in `data`;
     `begins` int32, the offset of each word in its document; `words_D1`, the documents' offsets in `begins`."""
 
     data: NDArray[np.uint8]
@@ -54,13 +54,13 @@ class Words(NamedTuple):
     words_D1: I64
 
     def texts(self) -> list[str]:
-        """Return each document's normalised text."""
+        """Return each document's normalized text."""
         whole = self.data.tobytes()
         return [whole[a:b].decode("utf-8", "surrogatepass") for a, b in zip(self.offsets_D1[:-1], self.offsets_D1[1:], strict=True)]
 
 
 def normal_words(data: NDArray[np.uint8], offsets_D1: NDArray[Any], table: Table) -> Words:
-    """Return the documents' normalised words. Document d is data[offsets_D1[d] : offsets_D1[d + 1]] in UTF-8; offsets may begin after 0."""
+    """Return the documents' normalized words. Document d is data[offsets_D1[d] : offsets_D1[d + 1]] in UTF-8; offsets may begin after 0."""
     offsets_D1 = np.ascontiguousarray(offsets_D1, dtype=np.int64)
     return Words(*_normal_words(np.ascontiguousarray(data), offsets_D1, *table))
 

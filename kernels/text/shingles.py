@@ -1,4 +1,4 @@
-"""Normalisation of texts for near-duplicate detection."""
+"""Normalization of texts for near-duplicate detection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPEN = {"Cn", "Co", "Cs"}  # unassigned, private, surrogate
 
 
 def character(c: str) -> str:
-    """Return what replaces a character in a normalised text: case-folded letters and digits, marks, a space, or nothing."""
+    """Return what replaces a character in a normalized text: case-folded letters and digits, marks, a space, or nothing."""
     return "".join(map(_part, unicodedata.normalize("NFD", c.casefold())))
 
 
@@ -41,7 +41,7 @@ def normalize(text: str) -> str:
 
 
 def normal(data: NDArray[np.uint8], offsets_D1: NDArray[Any]) -> Words:
-    """Return the normalised words (see `normalize`) of documents, given as concatenated UTF-8 bytes."""
+    """Return the normalized words (see `normalize`) of documents, given as concatenated UTF-8 bytes."""
     words = normal_words(data, offsets_D1, table())
     # No letter of a script without spaces has fewer than three bytes.
     places = np.flatnonzero(words.data >= FIRST_OF_THREE)
@@ -126,7 +126,7 @@ def _form(c: str) -> bytes:
 
 
 def words_of(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
-    """Return the words of texts that are already normalised: concatenated bytes, with words separated by single spaces."""
+    """Return the words of texts that are already normalized: concatenated bytes, with words separated by single spaces."""
     begin = np.zeros(len(data) + 1, bool)
     begin[np.flatnonzero(data == SPACE) + 1] = True
     begin[offsets[:-1][np.diff(offsets) > 0]] = True

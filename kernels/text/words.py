@@ -1,4 +1,4 @@
-"""A fast word splitter for any script, close to spaCy's blank English tokeniser.
+"""A fast word splitter for any script, close to spaCy's blank English tokenizer.
 
 A word is a run of letters, marks and digits. Inside a run without white space, ASCII symbols hold letters and digits together ("U.S.",
 "3.14", "example.org", "foo_bar(x"), except where spaCy splits too: a full stop before a capital ("end.Next"), a comma or a hyphen between

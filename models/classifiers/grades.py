@@ -28,7 +28,7 @@ FORM_LANGUAGES = re.findall("[a-z]+", """
 af am ar az ba be bem bg bn bo bs ca ckb cs cy da de dv dz ee el es et eu fa ff fi fj fo fr ga gl gu ha he hi hmn hr hu hy id ig is it
 ja ka kk km kn ko ku ky lb lo lt lv mg mi mk ml mn mr ms mt my nd ne nl nn no nso ny om pa pl ps pt ro ru rw sd shi si sk sl sm sn so sq
 sr ss sv sw ta te tg th ti tk tl tn to tr tt ty ug uk ur uz ve vi wo xh yo yue zh zu""")  # fmt: skip
-"""Languages of NTREX-128 besides English: the model without words recognises their translated news as good text. Other languages are
+"""Languages of NTREX-128 besides English: the model without words recognizes their translated news as good text. Other languages are
 untested."""
 UNSPACED = r"\p{Han}{1,2}|[\p{Hiragana}\p{Katakana}ー]{1,2}|[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]{1,5}"  # about a word each
 FORMS = {

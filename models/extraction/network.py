@@ -39,7 +39,7 @@ class Network(NamedTuple):
 
 @njit(cache=True)
 def inputs(rows: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return features [blocks, columns] on a logarithmic scale, standardised by `mean` and `scale`, and clipped to ±`HIGHEST`.
+    """Return features [blocks, columns] on a logarithmic scale, standardized by `mean` and `scale`, and clipped to ±`HIGHEST`.
 
     The bits of 1 + |x|, read as an integer, are a piecewise linear logarithm to base 2.
     """

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from puna.kernels.cpu.numba_cache import njit
 from puna.models.extraction.clean import plain
-from puna.models.extraction.scan import serialise
+from puna.models.extraction.scan import serialize
 from puna.models.extraction.tags import find, flags, is_space, tag_name
 from puna.models.extraction.technical import HINTS, rewrite_technical
 from puna.models.untrusted import bounded_process
@@ -107,7 +107,7 @@ OPTION = re.compile(r"<opt(?:ion|group)\b[^<>]*>[^<]*|</opt(?:ion|group)\s*>", r
 
 
 class Parsed(NamedTuple):
-    """A parsed page for the extraction model: the title, and the DOM tree serialised as HTML."""
+    """A parsed page for the extraction model: the title, and the DOM tree serialized as HTML."""
 
     title: str | None
     html: bytes
@@ -118,7 +118,7 @@ class ParseError(ValueError):
 
 
 def parse(html: bytes, technical: bool) -> Parsed:
-    """Return the title and the tree, serialised as HTML, of a page in UTF-8. `technical`: convert markup of code and formulas first.
+    """Return the title and the tree, serialized as HTML, of a page in UTF-8. `technical`: convert markup of code and formulas first.
 
     `<option>` elements are removed if there are more than `MAX_OPTIONS`. Raise ParseError if the parser fails; LimitError if it takes more
     than `SECONDS` of CPU time or `MEMORY` bytes, or its output is too large.
@@ -140,7 +140,7 @@ def _parse(html: bytes, technical: bool) -> Parsed:
         title = (title if title.isascii() and title.isprintable() else plain(title)).strip()
         if technical and HINTS.any_in(html):
             rewrite_technical(tree, len(html.decode()))
-        result = serialise(tree)
+        result = serialize(tree)
     except (HTMLParserException, *FAILURES) as error:
         raise ParseError(f"{type(error).__name__}: {error}") from error
     if len(result) > CHARACTERS:

@@ -1,4 +1,4 @@
-"""Conversion of the parser's serialised HTML (every element closed, every value quoted) to blocks of text, in one pass.
+"""Conversion of the parser's serialized HTML (every element closed, every value quoted) to blocks of text, in one pass.
 
 A block is the text between two boundaries: the tags of block elements and line breaks. A block holds its text, counts and its
 place in the tree of elements; an element holds its parent, the blocks that it spans and the words of its classes.
@@ -29,17 +29,17 @@ NO_BOUND = 1 << 62
 
 def read_page(tree: Any) -> Scan:
     """Return the blocks and elements of a page that Resiliparse has parsed."""
-    return scan(serialise(tree))
+    return scan(serialize(tree))
 
 
-def serialise(tree: Any) -> bytes:
-    """Return the serialised HTML of a page that Resiliparse has parsed."""
+def serialize(tree: Any) -> bytes:
+    """Return the serialized HTML of a page that Resiliparse has parsed."""
     document = tree.document
     return document.html.encode("utf-8", "replace") if document is not None else b" "
 
 
 def scan(html: bytes) -> Scan:
-    """Return the blocks and elements of a page. `html`: the parsed tree, serialised in UTF-8."""
+    """Return the blocks and elements of a page. `html`: the parsed tree, serialized in UTF-8."""
     return page_of(read_pages([html])[0], 0)  # type: ignore[no-any-return]
 
 

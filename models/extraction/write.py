@@ -130,7 +130,7 @@ def _open(page: Scan) -> None:
 
 @njit(cache=True, borrows=True)
 def _entity(html: NDArray[np.uint8], at: int, stop: int) -> tuple[int, int]:
-    """Return (character code, length) of the entity at an ampersand. The serialiser writes only the five below; &nbsp; becomes a space."""
+    """Return (character code, length) of the entity at an ampersand. The serializer writes only the five below; &nbsp; becomes a space."""
     if begins(html, at, stop, b"&lt;"):
         return 60, 4
     if begins(html, at, stop, b"&gt;"):

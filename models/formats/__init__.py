@@ -1,1 +1,1 @@
-"""Checkpoint formats (Hugging Face, GGUF, AWQ), and models quantised in memory (INT8, FP8, NF4)."""
+"""Checkpoint formats (Hugging Face, GGUF, AWQ), and models quantized in memory (INT8, FP8, NF4)."""

@@ -1,8 +1,8 @@
 """Conversion of a dense model to AWQ's four bits (Lin et al. 2024). Before rounding, a matrix's large inputs are scaled down and the
 weights that multiply them are scaled up. The model's function stays the same, and the rounding error of these weights falls.
 
-An input's scale is s = (mean |x|)^a, normalised so that its largest and smallest value multiply to 1. The exponent a, one of 21 from 0
-(plain rounding) to 1, minimises the squared error of the products on the calibration texts (the paper's equations 4 and 5). The preceding
+An input's scale is s = (mean |x|)^a, normalized so that its largest and smallest value multiply to 1. The exponent a, one of 21 from 0
+(plain rounding) to 1, minimizes the squared error of the products on the calibration texts (the paper's equations 4 and 5). The preceding
 norm, or the rows of the preceding matrix, are divided by s. Then a group's range is clipped where that lowers the error. Matrices that read
 the same inputs share scales.
 
@@ -85,7 +85,7 @@ def round_to_4_bits(w_ND: Tensor, group: int, share: Tensor | float = 1.0) -> Pa
 
 
 def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[int, int] = (1, 1)) -> Tensor:
-    """Return the divisors [D] of the inputs x [T, D] that minimise the 4-bit error of `weights` [N, D]. `heads` (G, R): the inputs are G
+    """Return the divisors [D] of the inputs x [T, D] that minimize the 4-bit error of `weights` [N, D]. `heads` (G, R): the inputs are G
     groups of R heads, and the heads of a group share divisors."""
     size_GRK = x_TD.abs().mean(0).clamp(min=1e-8).view(*heads, -1)
     size_D = size_GRK.mean(1, keepdim=True).expand_as(size_GRK).flatten()
@@ -101,7 +101,7 @@ def scales_of(x_TD: Tensor, weights: Sequence[Tensor], group: int, heads: tuple[
 
 
 def shares_of(x_TD: Tensor, w_ND: Tensor, group: int) -> Tensor:
-    """Return the share of each group's range to keep, [N, D / group], that minimises the squared error of the group's products."""
+    """Return the share of each group's range to keep, [N, D / group], that minimizes the squared error of the group's products."""
     x_gTG = x_TD.unflatten(1, (-1, group)).transpose(0, 1)
     gram_gGG = x_gTG.transpose(1, 2) @ x_gTG
     best = torch.full((len(w_ND), len(gram_gGG)), float("inf"))

@@ -116,8 +116,8 @@ def load(
 
     Tensors are moved one by one, so that no second copy of the model is held. AWQ matrices are unpacked (`families.spelled_out`).
 
-    `dtype=None` keeps each tensor's dtype; quantised blocks of a GGUF file are unpacked to float32. On the CPU a folder's tensors then stay
-    memory-mapped, and are read on use. `head=None` takes the checkpoint's own head. A missing scalar head is initialised to zero, so that
+    `dtype=None` keeps each tensor's dtype; quantized blocks of a GGUF file are unpacked to float32. On the CPU a folder's tensors then stay
+    memory-mapped, and are read on use. `head=None` takes the checkpoint's own head. A missing scalar head is initialized to zero, so that
     all rewards are equal at first. Raise CheckpointError, naming the file and the field, for anything missing, damaged or unsupported.
     """
     path = Path(path)

@@ -17,7 +17,7 @@ from puna.kernels.dense_layers import PROJECTIONS, DenseLayer, DenseLayers
 from puna.kernels.operators import INTERPRETED
 from puna.kernels.paged_attention import PAGE, PagedPlan
 from puna.models.config import ModelConfig
-from puna.models.formats.quantised import QuantisedLinear
+from puna.models.formats.quantized import QuantizedLinear
 from puna.models.transformer import Transformer, rotary_table
 
 if has_numba():
@@ -67,7 +67,7 @@ def fits(config: ModelConfig, blocks: nn.ModuleList, parameters: Sequence[Tensor
     """True if compiled loops can compute the layers `blocks` of a model with these `parameters`."""
     if not has_numba() or INTERPRETED or config.parallel_block:
         return False
-    small = [module for module in blocks.modules() if isinstance(module, QuantisedLinear)]
+    small = [module for module in blocks.modules() if isinstance(module, QuantizedLinear)]
     places = (SMALL if small else PLAIN) | {place for name, place in WEIGHTS.items() if name not in PROJECTIONS}
     needed = {place for place in places if not place.endswith(("bias", "q_norm.weight", "k_norm.weight"))}
     plain = all(needed <= {name for name, _ in block.named_parameters()} <= places for block in blocks)

@@ -25,7 +25,7 @@ from puna.kernels.exact import exact
 from puna.kernels.operators import uses_triton, wide
 from puna.kernels.paged_attention import PAGE, PagedPlan, new_pages, paged_attention
 from puna.models.config import Mla
-from puna.models.formats.quantised import QuantisedLinear
+from puna.models.formats.quantized import QuantizedLinear
 from puna.models.layers import LatentAttention, Linear, OverLatents
 
 
@@ -107,6 +107,6 @@ class LatentPages(OverLatents):
 def _matrix(layer: LatentAttention) -> Tensor | None:
     """Return the matrix [H (C + V), L] that projects latents to keys and values; None for any layer but a plain or an 8-bit one."""
     grow = layer.kv_b_proj
-    if isinstance(grow, QuantisedLinear):
+    if isinstance(grow, QuantizedLinear):
         return grow.q.to(grow.scale.dtype) * grow.scale[:, None]
     return grow.weight if type(grow) is Linear else None

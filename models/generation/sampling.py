@@ -118,7 +118,7 @@ def shift(z_V: Tensor, row: Draw) -> None:
 
 
 def cut(p_SV: Tensor, cuts: Sequence[SamplingParams]) -> Tensor:
-    """Return the probabilities p_SV with all but each row's top-k, top-p and min-p tokens set to 0, renormalised, in p_SV's dtype."""
+    """Return the probabilities p_SV with all but each row's top-k, top-p and min-p tokens set to 0, renormalized, in p_SV's dtype."""
     kept_SN, order_SN = _likeliest(p_SV, cuts)
     whole = kept_SN.sum(-1, keepdim=True)
     return torch.zeros_like(p_SV).scatter_(1, order_SN, (kept_SN / whole).to(p_SV))

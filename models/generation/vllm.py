@@ -24,7 +24,7 @@ from puna.models.transformer import Transformer
 class VllmEngine:
     """A vLLM engine for the model in a folder of Hugging Face's layout.
 
-    weights: `same`, or `fp8`: vLLM quantises the weights while loading. memory: the share (0 to 1) of the GPU's memory that vLLM takes.
+    weights: `same`, or `fp8`: vLLM quantizes the weights while loading. memory: the share (0 to 1) of the GPU's memory that vLLM takes.
     The constructor raises ImportError if the package vllm is not installed, and ValueError for other `weights`.
     """
 
@@ -32,7 +32,7 @@ class VllmEngine:
         import vllm
 
         if weights not in ("same", "fp8"):
-            raise ValueError(f"vLLM does not quantise a model to {weights} while loading: choose fp8 or same")
+            raise ValueError(f"vLLM does not quantize a model to {weights} while loading: choose fp8 or same")
         self.tokenizer, self._vllm = tokenizer, vllm
         self._settings: dict[str, Any] = {
             "model": str(folder), "tokenizer": str(folder), "quantization": None if weights == "same" else weights, "seed": 0,

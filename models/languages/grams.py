@@ -56,7 +56,7 @@ def grams() -> Grams:
 
 @njit(cache=True)
 def room(limit: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Return uninitialised arrays for up to `limit` letters of a text, and for the hash buckets (bins) of the letters' n-grams."""
+    """Return uninitialized arrays for up to `limit` letters of a text, and for the hash buckets (bins) of the letters' n-grams."""
     return np.empty(2 * limit + 2, np.uint32), np.empty((2 * limit + 2) * LONGEST, np.int64)
 
 

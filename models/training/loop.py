@@ -39,7 +39,7 @@ def train(
     rate_scales: Mapping[str, float] | None = None, state: Mapping[str, Tensor] | Path | None = None, sampled: bool = False,
     mesh: Mesh | None = None, device: torch.device | None = None,
 ) -> TrainLog:  # fmt: skip
-    """Optimise `model` in place; return the rows of the table `training_log`, one per step.
+    """Optimize `model` in place; return the rows of the table `training_log`, one per step.
 
     batches: returns a step's batch, or list of micro-batches, from the step's number (1-based); a step always has the same batch. Only
     parameters that require a gradient are trained and saved. rate_scales: factors of the learning rate by parameter name (LoRA+).

@@ -134,7 +134,7 @@ def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) ->
 def sigmoid_norm(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``-log sigmoid(beta * (chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens))``.
 
-    Length-normalised DPO, the loss of Tülu 3 (Lambert et al. 2024, section 5.1).
+    Length-normalized DPO, the loss of Tülu 3 (Lambert et al. 2024, section 5.1).
     """
     chosen, rejected = beta * pairs.chosen_ratio / pairs.chosen_tokens, beta * pairs.rejected_ratio / pairs.rejected_tokens
     return PairLosses(_minus_logsigmoid(chosen - rejected), chosen, rejected)

@@ -63,7 +63,7 @@ def train_ppo(
     rollouts: Rollouts[PpoSettings], critic: Transformer, checkpoint_dir: Path | None = None,
     on_step: Callable[[Row], None] | None = None, rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:  # fmt: skip
-    """Optimise the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
+    """Optimize the policy (lm head) and the critic (scalar head) in place; return one row per rollout.
 
     Rows hold the training log's columns (loss, learning_rate, gradient_norm: the policy's, means over the rollout's updates) and
     score (raw mean), drawn_answers, drawn_tokens, drawn_unscored (of all sampled prompts), unequal_prompts (share of them whose rewards
@@ -104,7 +104,7 @@ def train_grpo(
     rollouts: Rollouts[GrpoSettings], checkpoint_dir: Path | None = None, on_step: Callable[[Row], None] | None = None,
     rate_scales: Mapping[str, float] | None = None,
 ) -> TrainLog:  # fmt: skip
-    """Optimise the policy in place, without a critic: the answers to a prompt are compared with each other. For the rest, see `train_ppo`.
+    """Optimize the policy in place, without a critic: the answers to a prompt are compared with each other. For the rest, see `train_ppo`.
 
     The reward is the score, less `unfinished_penalty` if the answer was truncated. All tokens of an answer have the answer's advantage
     (`group_advantages`), or each step's tokens have the step's (`step_advantages`), less the whole answer's KL penalty (as in RLOO) over

@@ -43,7 +43,7 @@ def learning_rate(
     step: int, *, steps: int, peak: float, warmup_steps: int = 0, schedule: Schedule = "cosine", final_ratio: float = 0.0,
     decay_steps: int = 0, anneal_steps: int = 0,
 ) -> float:  # fmt: skip
-    """Return the learning rate of optimisation step `step`, from 1 to `steps`; raise ValueError for any other step.
+    """Return the learning rate of optimization step `step`, from 1 to `steps`; raise ValueError for any other step.
 
     Warm-up is linear: step `warmup_steps` is the first at the peak. A falling rate reaches its end value one step after the last, so that
     no step runs at a rate of 0. After the warm-up:

@@ -61,7 +61,7 @@ def _bound(values: list[float], limit: float) -> float:
 
 
 def in_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights in `dtype`; return weights that are packed in bytes (quantised) unchanged."""
+    """Return weights in `dtype`; return weights that are packed in bytes (quantized) unchanged."""
     return data.to(dtype) if data.is_floating_point() else data
 
 

@@ -21,7 +21,7 @@ SIZES = (
 """Fields of a configuration that are a dimension of some tensor, or the number of layers."""
 ADAPTER_BYTES = 1 << 20  # maximum bytes of an adapter's configuration
 ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "ADALORA", "HRA", "MISS", "LN_TUNING")  # adapter types whose parameters are all in their file
-STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initialisations of LoRA that do not change the model's own weights
+STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # initializations of LoRA that do not change the model's own weights
 PATTERNS = 1 << 11  # maximum number of module patterns in an adapter's configuration
 _process = Process(__name__)
 

@@ -28,7 +28,7 @@ class DistillConfig(AdapterConfig):
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature for sampling and for the compared distributions")
     max_tokens: int = Field(64, ge=1, description="Maximum tokens of an answer, including its end token")
     beta: float = Field(1.0, ge=0, le=1, description="1: KL(student || teacher); 0: KL(teacher || student); in between: Jensen-Shannon")
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation settings; one example is one prompt with its answers")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimization settings; one example is one prompt with its answers")
 
     @model_validator(mode="after")
     def _answers_fit(self) -> DistillConfig:

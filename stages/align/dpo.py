@@ -1,4 +1,4 @@
-"""Direct preference optimisation (DPO) of a policy, and variants of DPO."""
+"""Direct preference optimization (DPO) of a policy, and variants of DPO."""
 
 from __future__ import annotations
 

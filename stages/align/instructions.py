@@ -1,4 +1,4 @@
-"""Instructions to fine-tune on: reference answers for the first fine-tuning, chosen answers for a round, and mixes of both."""
+"""Instructions to finetune on: reference answers for the first finetuning, chosen answers for a round, and mixes of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the answers of instructions."""
+"""Supervised finetuning: cross-entropy on the answers of instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs, named=code_of_tasks)
 def sft(model: Model, instructions: list[Instructions], tasks: list[External] | None, config: SftConfig, run: StageRun) -> None:
-    """Fine-tune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
+    """Finetune on the assistant's turns of instructions (Llama 3, section 4.1.3; LoRA: Hu et al. 2021).
 
     Several inputs are concatenated, without their held-out rows. Within a step every learned token has the same weight. Rows that the chat
     template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`. Scores on `tasks` (folders of task files and
@@ -54,7 +54,7 @@ def read_instructions(artifacts: Sequence[Artifact]) -> list[dict[str, Any]]:
     """Return the training rows of all artifacts, sorted, so that the artifacts' order does not matter. Raise PunaError without rows."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist() if row["split"] == "train"]
     if not rows:
-        raise PunaError(f"{', '.join(a.id for a in artifacts)}: no training instructions to fine-tune on; give rows of the split train")
+        raise PunaError(f"{', '.join(a.id for a in artifacts)}: no training instructions to finetune on; give rows of the split train")
     return sorted(rows, key=lambda row: (row["id"], row["messages"]))
 
 

@@ -41,7 +41,7 @@ class TopicsConfig(BadRowsConfig, SeededConfig):
 
 @stage(kind="instructions", filters="instructions", needs=model_template)
 def topics(instructions: Instructions, labelled: list[Instructions], model: Model, config: TopicsConfig, run: StageRun) -> None:
-    """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, uses a fine-tuned model for this).
+    """Classify the topic of each instruction, and balance the topics (Llama 3, section 4.2.3, uses a finetuned model for this).
 
     `labelled`: examples whose `task` is their topic, as `coarse/fine` (`mathematics/geometry`) or one name for both. A softmax regression
     learns from the mean hidden state of `model` over a request; a coarse topic's probability is the sum over its fine topics. Kept rows are
@@ -103,7 +103,7 @@ def coarse(topic: str) -> str:
 def fit(examples: Sequence[Labelled], classes: Sequence[str], penalty: float, state: Path | None = None) -> NDArray[np.float64]:
     """Fit a softmax regression; return its coefficients and biases, float64 [D + 1, C].
 
-    It minimises the mean cross-entropy plus `penalty` x the sum of squared coefficients; the minimum is unique up to a constant added to
+    It minimizes the mean cross-entropy plus `penalty` x the sum of squared coefficients; the minimum is unique up to a constant added to
     all biases. `state`: folder in which an unfinished fit is saved."""
     import torch
 

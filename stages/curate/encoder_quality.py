@@ -38,7 +38,7 @@ class TrainEncoderQualityConfig(SeededConfig):
 
 
 class Head(NamedTuple):
-    """A logistic classifier: standardisation `mean` and `scale` float64[D], `weights` float64[D], and `bias`."""
+    """A logistic classifier: standardization `mean` and `scale` float64[D], `weights` float64[D], and `bias`."""
 
     mean: NDArray[np.float64]
     scale: NDArray[np.float64]
@@ -154,9 +154,9 @@ def _probabilities(heads: list[Head], of_fold: NDArray[np.int64], vectors: NDArr
 
 
 def fit(vectors: NDArray[np.float32], positive: NDArray[np.bool_], penalty: float, state: Path | None = None) -> Head:
-    """Return the head that minimises the mean log-loss plus `penalty` / 2 x the sum of squared weights, by Newton's method.
+    """Return the head that minimizes the mean log-loss plus `penalty` / 2 x the sum of squared weights, by Newton's method.
 
-    `vectors` float32[n, D], `positive` bool[n]. The bias is not penalised, so the mean probability equals the share of positives. `state`:
+    `vectors` float32[n, D], `positive` bool[n]. The bias is not penalized, so the mean probability equals the share of positives. `state`:
     folder in which an unfinished fit is saved, to continue after a crash."""
     x = vectors.astype(np.float64)
     mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from puna.models.memory import Work
-from puna.models.serving import ServingSettings, engine_of, quantise_for
+from puna.models.serving import ServingSettings, engine_of, quantize_for
 from puna.stages.contract import Evaluation, External, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import as_text, messages_of
 from puna.stages.draws import identifier
@@ -190,7 +190,7 @@ class Bench:
     def of(model: Artifact, scorers: Mapping[str, Scorer], config: BenchmarkConfig, run: StageRun) -> Bench:
         network, tokenizer, limits = load_served(model, config.serving, Work(), run, config.micro_batch_tokens)
         with errors_at(f"{run.stage}: {model.id}", ValueError):
-            quantise_for(network, config.serving.weights)
+            quantize_for(network, config.serving.weights)
         engine = DealtEngine(engine_of(network, tokenizer, **limits), config.serving.layout)
         return Bench(network, engine, Encoder(tokenizer), scorers, config, run)
 

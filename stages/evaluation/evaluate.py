@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, JsonValue, model_validator
 
 from puna.models.memory import Work
-from puna.models.serving import ServingSettings, engine_of, quantise_for, vllm_engine
+from puna.models.serving import ServingSettings, engine_of, quantize_for, vllm_engine
 from puna.stages.contract import Documents, Facts, Figure, Mixture, Model, Prompts, SeededConfig, StageConfig, StageRun, stage
 from puna.stages.conversations import answer_text, as_text, messages_of, prompt_ids
 from puna.stages.evaluation import multiple_choice
@@ -131,7 +131,7 @@ def evaluate(
     work = Work(min(512, longest), config.answers.max_tokens, longest=min(longest, config.micro_batch_tokens))
     network, tokenizer, limits = load_served(model, config.serving, work, run, config.micro_batch_tokens)
     with errors_at(f"evaluate: {model.id}", ValueError):
-        quantise_for(network, config.serving.weights)
+        quantize_for(network, config.serving.weights)
     engine: AnswerEngine
     if documents is not None:
         pages = heldout_pages(documents, mixture, config.pages.max_page_bytes, config.pages.max_bytes, run)
@@ -220,8 +220,8 @@ def _questions(pages: Sequence[Chosen], model: Transformer, tokenizer: Tokenizer
     likelihoods = ranks.dealt(items, lambda own: multiple_choice.likelihoods(model, tokenizer, own, size, progress=tracker), layout)
     if ranks.follows():
         return
-    for metric, normalised in (("accuracy", False), ("accuracy_per_byte", True)):
-        right = [multiple_choice.likeliest(item, own, normalised) == item.answer for item, own in zip(items, likelihoods, strict=True)]
+    for metric, normalized in (("accuracy", False), ("accuracy_per_byte", True)):
+        right = [multiple_choice.likeliest(item, own, normalized) == item.answer for item, own in zip(items, likelihoods, strict=True)]
         run.metric(f"choice_{metric}", sum(right) / len(right))
         for task, members in _by_category(items):
             interval = intervals.wilson(sum(right[i] for i in members), len(members))

@@ -125,7 +125,7 @@ def likelihoods(
     return [[next(scored).sum for _ in item.options] for item in items]
 
 
-def likeliest(item: Item, likelihood: Sequence[float], normalised: bool) -> int:
-    """Return the index of the likeliest option; ties go to the first. `normalised`: compare log-likelihoods per byte."""
-    values = [value / len(option.encode()) if normalised else value for value, option in zip(likelihood, item.options, strict=True)]
+def likeliest(item: Item, likelihood: Sequence[float], normalized: bool) -> int:
+    """Return the index of the likeliest option; ties go to the first. `normalized`: compare log-likelihoods per byte."""
+    values = [value / len(option.encode()) if normalized else value for value, option in zip(likelihood, item.options, strict=True)]
     return values.index(max(values))

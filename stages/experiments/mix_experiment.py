@@ -71,7 +71,7 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
 
     Proxies start from the same weights and are trained on mixtures that cover the simplex. Two surrogates fit each category's held-out
     loss: a law of the shares, and a Gaussian process over the shares' square roots. They are weighted by their errors on left-out mixtures
-    (`left_out_error`). The recommended shares minimise the weighted loss of the categories plus a penalty on divergence from the natural
+    (`left_out_error`). The recommended shares minimize the weighted loss of the categories plus a penalty on divergence from the natural
     mixture. Both mixtures are then compared in training runs with `repeats` seeds. The table `weights` has the recommended shares if the 95
     % interval of the gain (Student's t over the seeds) is above 0, else the natural shares; see the metric `mixture_used`.
 
@@ -117,7 +117,7 @@ def _recommend(
     fitted: Sequence[mixing_laws.Surrogate], shares: mixing_laws.Floats, natural: mixing_laws.Floats, target: mixing_laws.Floats,
     config: MixExperimentConfig,
 ) -> mixing_laws.Floats:  # fmt: skip
-    """Return the shares that minimise the loss plus a penalty on divergence from the natural mixture, in bounds widened to contain it."""
+    """Return the shares that minimize the loss plus a penalty on divergence from the natural mixture, in bounds widened to contain it."""
 
     def value(mixtures: mixing_laws.Floats) -> mixing_laws.Floats:
         losses = np.stack([surrogate(mixtures) for surrogate in fitted], 1) @ target

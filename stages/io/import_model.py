@@ -54,7 +54,7 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*")  
 
 class ImportModelConfig(StageConfig):
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = Field(
-        "stored", description="Number format of the imported weights; stored: the checkpoint's, float32 for GGUF's quantised blocks"
+        "stored", description="Number format of the imported weights; stored: the checkpoint's, float32 for GGUF's quantized blocks"
     )
     chat_template: str | None = Field(None, description="Name (llama3, chatml), Jinja file or text of a template; else the checkpoint's")
 

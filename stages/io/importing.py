@@ -148,7 +148,7 @@ def look(external: External, format: str) -> Files:
         if kind:
             results.formats[file.name] = kind
         elif not aside:
-            raise PunaError(f"{file.location}: is not recognised as JSON, Parquet, CSV, TSV or a saved data set; set format")
+            raise PunaError(f"{file.location}: is not recognized as JSON, Parquet, CSV, TSV or a saved data set; set format")
         else:
             results.beside.append(file.name)
     if results.beside and not results.formats:

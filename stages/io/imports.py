@@ -64,7 +64,7 @@ class ImportPromptsConfig(PromptRowsConfig):
 def import_prompts(inputs: list[External], config: ImportPromptsConfig, run: StageRun) -> None:
     """Import prompts to be answered: conversations, questions or instructions, with a reference answer and a verifier, if given.
 
-    If a conversation ends in an answer, that answer is the reference, unless the row has another. Rows of known benchmarks are recognised
+    If a conversation ends in an answer, that answer is the reference, unless the row has another. Rows of known benchmarks are recognized
     by their columns and get the benchmark's question and verifier (`puna.stages.io.benchmarks`). Verifiers may call only functions from the
     modules of `--module` and of installed plugins. By default, a tenth of the rows without a split is held out. `examples` shows how each
     input was read; `dropped` lists invalid and repeated rows (same id or, without ids, same messages). The metrics `columns_not_taken_*`

@@ -145,9 +145,9 @@ def plan(kind: str, rows: Sequence[Fields], where: str, layout: str, given: Mapp
             there = ", ".join(dict.fromkeys(name for row in rows for name in row))
             raise PunaError(f"{where}: no row has the column {path!r} (columns.{field}); the columns are {there}")
     own = "verifier" in given or any(row.get("verifier") is not None for row in rows)
-    recognised = benchmarks.find(rows, given, layout) if kind == "prompts" and not (own and layout == "auto") else None
-    if recognised is not None:
-        benchmark, columns = recognised
+    recognized = benchmarks.find(rows, given, layout) if kind == "prompts" and not (own and layout == "auto") else None
+    if recognized is not None:
+        benchmark, columns = recognized
         why = f"benchmark {benchmark.name}: the rows have {' and '.join(columns[field] for field in benchmark.needs)}"
         plan_ = Plan(benchmark.name, columns, why if layout == "auto" else "declared", layout != "auto", {})
         return _checked(kind, plan_, rows, where, verified)

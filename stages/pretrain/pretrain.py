@@ -45,7 +45,7 @@ MOMENTS = "optimizer/state.safetensors"
 class PretrainConfig(SizedConfig):
     compute: ComputeSettings = Field(ComputeSettings(), description="Precision and memory")
     z_loss: float = Field(
-        0.0, ge=0, le=1, description="Weight of the z-loss, the squared log-normaliser of the logits, for stability (OLMo: 1e-5); 0: none"
+        0.0, ge=0, le=1, description="Weight of the z-loss, the squared log-normalizer of the logits, for stability (OLMo: 1e-5); 0: none"
     )
     needle: NeedleSettings = Field(NeedleSettings(), description="Needle-in-a-haystack test on held-out text after phases with `accept`")
     validation_share: float = Field(0.01, gt=0, lt=0.5, description="Maximum share of documents held out for validation (0 to 1)")

@@ -71,7 +71,7 @@ def split(documents: Documents, signals: list[Signals] | None, config: SplitConf
 
 
 def _measure(part: Part, signals: Sequence[Artifact] | None, config: SplitConfig) -> pa.Table:
-    """Return a table of a part's documents: id, chance (a hash of the normalised URL, 0 to 1), category and `bytes` of text."""
+    """Return a table of a part's documents: id, chance (a hash of the normalized URL, 0 to 1), category and `bytes` of text."""
     table = part.read()
     ids = table["id"]
     chance = uniform([urls.normalize(url) for url in table["url"].to_pylist()], config.seed, "heldout")

@@ -68,7 +68,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     run.metric("vocab_size", load(str(run.folder)).vocab_size)
     run.metric("sample_documents", len(sample))
     run.metric("sample_bytes", size)
-    # An imported tokenizer may normalise texts; only a tokenizer trained here must decode to the original text.
+    # An imported tokenizer may normalize texts; only a tokenizer trained here must decode to the original text.
     _measure(list(run.map(_lengths, parts, mixture, seed, last, str(run.folder), model is None, rows=len(parts))), run)
 
 

@@ -1,4 +1,4 @@
-"""Questions dated by month. A higher accuracy on older months than on the newest one reveals memorised questions."""
+"""Questions dated by month. A higher accuracy on older months than on the newest one reveals memorized questions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def dated_questions(task: Task, month: str, count: int, draws: int) -> list[dict
 def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run: StageRun) -> None:
     """Compare the months of `dated_prompts` in one evaluation: accuracy on the newest month and on older ones.
 
-    A model that memorised older questions solves more of them than of new ones. The rows have, for each task scored in the newest and in
+    A model that memorized older questions solves more of them than of new ones. The rows have, for each task scored in the newest and in
     older months, and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap over `all` is the
     mean of the tasks' gaps, with Student's interval. The metric `by_heart` is true if this interval and that of all questions lie above
     0."""

@@ -45,7 +45,7 @@ def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterat
     """Add adapters if `method` is `lora`; save (see `keeps`) and merge them after the `with` block. Yield `learning_rate_scales`.
 
     With 4-bit matrices, `save_model` merges the adapters instead, so that the model needs less memory until then. With `full`, yield {}."""
-    from puna.models.formats.quantised import held_bytes, merge
+    from puna.models.formats.quantized import held_bytes, merge
     from puna.models.training.parallel.base import assemble
 
     if config.method == "full":

@@ -53,7 +53,7 @@ class Phase(StageConfig):
 
     name: str = Field("initial", min_length=1, description="Name of the phase in the log")
     tokens: Source = Field("initial", description="Tokens to read: of tokenize (initial), tokenize_fresh, tokenize_long or tokenize_best")
-    steps: int = Field(1000, ge=0, description="Number of optimisation steps; 0 if `until` ends the phase")
+    steps: int = Field(1000, ge=0, description="Number of optimization steps; 0 if `until` ends the phase")
     until: int | None = Field(None, ge=1, description="Tokens of the run at which the phase ends, every row counted as full; null: `steps`")
     rows_per_step: int = Field(2, ge=1, description="Rows per step, each of join_rows packed rows, until `ramp` changes it")
     length: int | None = Field(None, ge=2, description="Row length in tokens until `ramp` changes it; null: whole rows")

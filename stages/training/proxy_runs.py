@@ -142,6 +142,6 @@ def resize(shape: ModelShape, width: int) -> ModelShape:
         num_key_value_heads=groups if groups and heads % groups == 0 else 1,
         head_dim=width // heads,
         moe=moe,
-        # Scale the initialisation by the usual 1 / sqrt(width), which preserves the scale of activations.
+        # Scale the initialization by the usual 1 / sqrt(width), which preserves the scale of activations.
         initializer_range=min(1.0, shape.initializer_range * share**-0.5),
     )

@@ -76,7 +76,7 @@ def sum_logprobs(
 
 def stored_logprobs(preferences: Sequence[Artifact], model: Artifact, config: DpoConfig, run: StageRun) -> dict[str, float]:
     """Return answer id → log-probability under `model` in the training precision, as `reference_logprobs` stored it with `preferences`.
-    Return nothing if training quantises the matrices, since the reference then has other values."""
+    Return nothing if training quantizes the matrices, since the reference then has other values."""
     if config.quantization != "none":
         return {}
     name = name_of(model, config.mask_format, training_precision(config.training.compute, run))

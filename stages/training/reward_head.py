@@ -164,7 +164,7 @@ def _loss(differences: Tensor, weight: Tensor, head: Tensor) -> float:
 
 
 def bradley_terry(differences: Tensor, weight: Tensor, penalty: float, state: Path | None = None) -> Tensor:
-    """Return the head [D] that minimises ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
+    """Return the head [D] that minimizes ``-weight . log sigmoid(differences @ head) / sum(weight) + penalty / 2 |head|^2``.
 
     `differences` [M, D] float64: better minus worse; `weight` [M] float64. The method is Newton's with step halving; the minimum is unique.
     The fit is saved in the folder `state` and resumed from it; raise ValueError if the folder belongs to a different fit."""

@@ -48,7 +48,7 @@ class Surfaces:
 def fit_surfaces(parameters: npt.ArrayLike, tokens: npt.ArrayLike, losses: Floats, joints: Sequence[float] = JOINTS) -> Surfaces:
     """Return M surfaces fitted to losses [M, n] at parameters [n] and tokens [n]; all have the value of `joints` that fits losses[0] best.
 
-    The sum of Huber losses of the log errors (Hoffmann et al. 2022) is minimised by IRLS with Levenberg-Marquardt steps: first losses[0]
+    The sum of Huber losses of the log errors (Hoffmann et al. 2022) is minimized by IRLS with Levenberg-Marquardt steps: first losses[0]
     from many starts, then all rows from its solution and two of these starts. Raise ValueError if there are fewer than six points."""
     n, d = (np.log(np.asarray(values, dtype=np.float64)) for values in (parameters, tokens))
     y = np.log(losses)

@@ -39,7 +39,7 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
 
     @property
     def quantization(self) -> Literal["none", "nf4"]:
-        """Return the number format that frozen matrices are quantised to in training, or none."""
+        """Return the number format that frozen matrices are quantized to in training, or none."""
         return self.lora.quantization if self.method == "lora" else "none"
 
     def unmet(self) -> list[str]:
@@ -51,7 +51,7 @@ class AdaptableConfig(AdapterConfig):
     """Settings of a stage that can train in Puna's loop or in TRL's trainer."""
 
     engine: Literal["puna", "trl"] = Field("puna", description="Trainer: Puna's own loop, or TRL's for this objective")
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimization")
 
     @model_validator(mode="after")
     def _trl_trains_the_same(self) -> Self:
@@ -64,13 +64,13 @@ class AdaptableConfig(AdapterConfig):
         if self.method == "lora" and self.lora.loraplus_ratio != 1:
             raise ValueError("engine trl trains A and B at the same rate: lora.loraplus_ratio must be 1")
         if self.quantization != "none":
-            raise ValueError("engine trl gets unquantised matrices: lora.quantization must be none")
+            raise ValueError("engine trl gets unquantized matrices: lora.quantization must be none")
         return self
 
 
 class SftConfig(AdaptableConfig):
     training: TrainingSettings = Field(
-        TrainingSettings(), description="Optimisation; an example is one instruction, or several to one prompt: `answers_together`"
+        TrainingSettings(), description="Optimization; an example is one instruction, or several to one prompt: `answers_together`"
     )
     answers_together: int = Field(1, ge=1, le=1024, description="Maximum answers to a prompt in one example, whose prompt is computed once")
     neftune_alpha: float = Field(
@@ -108,7 +108,7 @@ class RewardModelConfig(AdaptableConfig):
     pooling: Literal["last", "mean"] = Field(
         "last", description="Read the reward at an answer's last token, or as the mean over its tokens, which exports do not support"
     )
-    training: TrainingSettings = Field(TrainingSettings(), description="Optimisation; an example is one prompt with all its preferences")
+    training: TrainingSettings = Field(TrainingSettings(), description="Optimization; an example is one prompt with all its preferences")
 
     @model_validator(mode="after")
     def _engine(self) -> RewardModelConfig:
@@ -142,7 +142,7 @@ class DpoConfig(AdaptableConfig):
         "best_rest", description="Compare the best of a preference's ranked answers with only the worst, or with each of the others"
     )
     training: TrainingSettings = Field(
-        TrainingSettings(), description="Optimisation settings; an example is one prompt with all its preferences, with engine trl one pair"
+        TrainingSettings(), description="Optimization settings; an example is one prompt with all its preferences, with engine trl one pair"
     )
 
     @property

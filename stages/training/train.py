@@ -185,13 +185,13 @@ def load_model(
 ) -> tuple[Transformer, Tokenizer]:  # fmt: skip
     """Return the model and tokenizer of a model artifact. Raise PunaError if it cannot be read or has another head.
 
-    `new`: add a zero-initialised scalar head to a language model. `frozen`: the model is not trained, and computes in bf16 on a GPU.
+    `new`: add a zero-initialized scalar head to a language model. `frozen`: the model is not trained, and computes in bf16 on a GPU.
     `quantization` nf4 converts the layers' matrices to 4 bits one by one. If `layout` splits the model, its weights stay memory-mapped in
     the file's number format until each rank has read its own pieces."""
     import torch
 
     from puna.models.formats.checkpoint import CheckpointError, load, read_config
-    from puna.models.formats.quantised import to_nf4
+    from puna.models.formats.quantized import to_nf4
     from puna.models.tokens.tokenizer import Tokenizer
 
     place, own = (device(), frozen_dtype() if frozen else torch.float32), (torch.device("cpu"), None)
@@ -212,7 +212,7 @@ def check_one_tokenizer(models: Sequence[Artifact], why: str) -> None:
     """Raise PunaError if the models' tokenizers differ, since a token id would stand for different texts."""
     from tokenizers import Tokenizer as Backend
 
-    # Compare both as the installed release serialises them, since releases may write the same tokenizer differently.
+    # Compare both as the installed release serializes them, since releases may write the same tokenizer differently.
     first, *others = [Backend.from_file(str(model.path("tokenizer.json"))).to_str() for model in models]
     for model, other in zip(models[1:], others, strict=True):
         if other != first:
@@ -309,7 +309,7 @@ def save_model(model: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the model and its tokenizer to `folder`, on rank 0. 4-bit matrices are first merged with their adapters. If the model is
     divided among ranks, all must call this together."""
     from puna.models.formats.checkpoint import save
-    from puna.models.formats.quantised import Nf4Linear, merge
+    from puna.models.formats.quantized import Nf4Linear, merge
     from puna.models.training.parallel.base import write_weights
 
     if model.held is not None:

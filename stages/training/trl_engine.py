@@ -189,7 +189,7 @@ def train(make: Callable[[LoraConfig | None], Any], model: Transformer, config: 
     seed, save_seconds = run.seed("trl"), config.training.compute.save_seconds
     identity = {"config": config.identity(), "seed": seed, "initial": weights_digest(model)}
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # adapters are initialised before TRL sets its own seed
+        torch.manual_seed(seed)  # adapters are initialized before TRL sets its own seed
         trainer = make(peft_config(model, config.lora) if config.method == "lora" else None)
         trainer.remove_callback(PrinterCallback)
         recorder = Recorder(trainer, identity, save_seconds, run)

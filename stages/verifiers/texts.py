@@ -17,7 +17,7 @@ from puna.stages.verifiers.registry import register
 class Exact(BoundedVerifier):
     """Score 1 if the answer, or with `extract` its marked final answer, is one of the expected texts, else 0.
 
-    White space around a text is ignored; Unicode is normalised (NFC)."""
+    White space around a text is ignored; Unicode is normalized (NFC)."""
 
     name: ClassVar[str] = "exact"
 

@@ -5,7 +5,7 @@
     python tests/benchmarks/alignment_trl.py --store STORE --seeds 1 2 3 --json
     python tests/benchmarks/alignment_trl.py --store STORE --peer ppo --seeds 1 2 3 --json
 
-Both start from one finetuned model and use the same prompts, checker, optimiser (AdamW), thread count (1), rollouts and updates. TRL trains
+Both start from one finetuned model and use the same prompts, checker, optimizer (AdamW), thread count (1), rollouts and updates. TRL trains
 until it has used the CPU seconds of Puna's whole stage; TRL's start-up and saving are not counted. The learning rates of both are searched
 in the same way on a seed that is not reported. PPO has the same rollouts, updates and rewards but no limit of CPU seconds; its critic
 starts as the policy with a zero head. Measured: right greedy answers to the held-out questions, by question.

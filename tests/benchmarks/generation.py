@@ -6,7 +6,7 @@ One thread, fp32, process CPU time; Puna and transformers alternate, and the bes
 temperature 1 from the whole vocabulary after prompts of 32 tokens; Puna also returns the log-probs. The model: 6 layers, width 256, 8 query
 and 4 key-value heads, feed-forward 704, vocabulary 8192. The `greedy` figures take the likeliest tokens instead. `--smollm FILE` compares
 the greedy tokens of SmolLM2-135M-Instruct (a GGUF file) for 200 prompts of 64 new tokens each. `--speculate FILE` measures the time saved
-by speculation for answers to questions and for repeating a text, one prompt at a time, with n-grams and with a draft model. `--quantised
+by speculation for answers to questions and for repeating a text, one prompt at a time, with n-grams and with a draft model. `--quantized
 FILE --text FILE` measures the change of likelihoods and answers with 8-bit weights. `--sinks FILE --text FILE` measures the perplexity of a
 text longer than the context under a cache of the last tokens, with and without sinks.
 """
@@ -176,11 +176,11 @@ def speculation(file: Path, rounds: int, draft: Path | None = None, most: int = 
     """Return CPU seconds without speculation over those with at most `most` guesses, from earlier text with one or three answers, and from
     a draft (None: the model itself in 8 bits); tokens per model step; and the share of answers that stay the same."""
     from puna.models.formats.checkpoint import load_with_tokenizer
-    from puna.models.formats.quantised import quantise
+    from puna.models.formats.quantized import quantize
     from puna.models.generation.draft import DraftedEngine
 
     network, tokenizer = load_with_tokenizer(file)
-    smaller = load_with_tokenizer(draft)[0] if draft else quantise(load_with_tokenizer(file)[0], "int8")
+    smaller = load_with_tokenizer(draft)[0] if draft else quantize(load_with_tokenizer(file)[0], "int8")
     figures: dict[str, Any] = {}
     for kind, asked in ASKS.items():
         for temperature in (0.0, 1.0):
@@ -238,14 +238,14 @@ def draft_ceiling(rounds: int) -> dict[str, float]:
     return figures
 
 
-def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
+def quantized(file: Path, text: Path, tokens: int) -> dict[str, Any]:
     """Compare weights in bf16, INT8, FP8 and four bits with fp32. Four bits are rounded to nearest (int4), or by AWQ, calibrated on 8,192
     tokens of the text's end. Return the KL divergence of next-token distributions from fp32 in nats, the share of positions with the same
     likeliest token, the text's mean log-prob, and the number of right sums of 200, after four examples."""
     from puna.models.forest import Forest
     from puna.models.formats.awq_search import pack_layers
     from puna.models.formats.checkpoint import load_with_tokenizer
-    from puna.models.formats.quantised import quantise
+    from puna.models.formats.quantized import quantize
 
     network, tokenizer = load_with_tokenizer(file)
     ids = tokenizer.encode(text.read_text(encoding="utf-8"))[:tokens]
@@ -263,7 +263,7 @@ def quantised(file: Path, text: Path, tokens: int) -> dict[str, Any]:
             network = load_with_tokenizer(file)[0]
             figures[f"{kind}_seconds"] = best(1, packed=lambda network=network, kind=kind: pack_layers(network, read, kind == "awq"))["packed"]
         elif kind != "fp32":
-            network = quantise(load_with_tokenizer(file)[0], kind)
+            network = quantize(load_with_tokenizer(file)[0], kind)
         kl = same = likelihood = count = 0.0
         for number, row in enumerate(rows):
             with torch.no_grad():
@@ -329,10 +329,10 @@ def main() -> None:
     parser.add_argument("--only", choices=["speed", "exact", "draft"], help="measure one part")
     parser.add_argument("--smollm", type=Path, metavar="FILE", help="SmolLM2-135M-Instruct as a GGUF file; nothing else is measured")
     parser.add_argument("--speculate", type=Path, metavar="FILE", help="the same model; what guessing ahead saves, and nothing else")
-    parser.add_argument("--quantised", type=Path, metavar="FILE", help="the same model; what 8-bit weights change, and nothing else")
+    parser.add_argument("--quantized", type=Path, metavar="FILE", help="the same model; what 8-bit weights change, and nothing else")
     parser.add_argument("--sinks", type=Path, metavar="FILE", help="the same model; perplexity beyond its context, and nothing else")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="with --quantised or --sinks: the text that is read")
-    parser.add_argument("--tokens", type=int, default=4096, help="with --quantised or --sinks: tokens of it")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="with --quantized or --sinks: the text that is read")
+    parser.add_argument("--tokens", type=int, default=4096, help="with --quantized or --sinks: tokens of it")
     parser.add_argument("--draft", type=Path, metavar="PATH", help="with --speculate: a smaller model that guesses (default: the model in INT8)")
     parser.add_argument("--most", type=int, default=6, help="with --speculate: tokens guessed at most")
     options = parser.parse_args()
@@ -342,8 +342,8 @@ def main() -> None:
         figures |= smollm(options.smollm)
     elif options.sinks:
         figures |= sinks(options.sinks, options.text, options.tokens)
-    elif options.quantised:
-        figures |= quantised(options.quantised, options.text, options.tokens)
+    elif options.quantized:
+        figures |= quantized(options.quantized, options.text, options.tokens)
     elif options.speculate:
         figures |= speculation(options.speculate, options.rounds, options.draft, options.most)
     else:

@@ -6,7 +6,7 @@ Without a GPU, `TRITON_INTERPRET=1 PYTHONPATH=.pkg python tests/benchmarks/gpu.p
 versions included, at shapes small enough for Triton's interpreter; its times mean nothing.
 
 1. every operator against its fp64 definition; if one is wrong, the script ends here with status 1
-2. training: a Llama-3.2-1B shape, steps of 4 rows of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs utilisation relative to the
+2. training: a Llama-3.2-1B shape, steps of 4 rows of 8192 tokens, bf16 with fp32 weights: tokens/s, model FLOPs utilization relative to the
    data sheet's dense bf16 rate, peak memory; the same with the layers' matrices in FP8, and with activation checkpointing
 3. the training step of transformers' model (SDPA, autocast, fused AdamW), if transformers is installed
 4. generation: the same model in bf16, 64 answers of 128 tokens to 8 prompts of 512: tokens/s; and transformers' `generate`
@@ -55,7 +55,7 @@ GOALS: dict[str, tuple[float, bool]] = {
     "attention backward: packed over one document": (0.9, False),
     "AdamW with clipping forward: ceiling": (0.9, False),
     "fp8 linear forward: ratio": (1.6, False),
-    "plain utilisation": (0.5, False),
+    "plain utilization": (0.5, False),
 }
 BILLION = ModelConfig(
     vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
@@ -109,10 +109,10 @@ def training(config: ModelConfig, rows: int, tokens: int, device: torch.device, 
             taken = best_seconds(partial(trainer.step, batch=batch, seed=0), device, rounds)
         share = flops / taken / peak if peak else math.nan
         memory = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else math.nan
-        figures[f"{name} tokens/s"], figures[f"{name} utilisation"] = rows * tokens / taken, share
+        figures[f"{name} tokens/s"], figures[f"{name} utilization"] = rows * tokens / taken, share
         print(
             f"training, {precision}, {name}, {rows} rows of {tokens}: {rows * tokens / taken:.0f} tokens/s,"
-            f" utilisation {share:.3f}, peak {memory:.1f} GB", flush=True,
+            f" utilization {share:.3f}, peak {memory:.1f} GB", flush=True,
         )  # fmt: skip
 
 

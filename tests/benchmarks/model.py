@@ -82,7 +82,7 @@ def training(rounds: int) -> dict[str, float]:
         for name, step in steps.items():
             started = time.process_time()
             step(number)
-            if number > 1:  # the first step allocates buffers and optimiser state
+            if number > 1:  # the first step allocates buffers and optimizer state
                 best[name] = min(best[name], time.process_time() - started)
     tokens = BATCH * LENGTH
     flops = accounting.training_flops(SHAPE, [LENGTH] * BATCH)

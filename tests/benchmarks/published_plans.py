@@ -28,7 +28,7 @@ MEGATRON = (
 """Layers, heads, width, tensor, pipeline, GPUs, rows per step, TFLOP/s per GPU."""
 
 
-def utilisation(one: Estimate) -> float:
+def utilization(one: Estimate) -> float:
     """Return the MFU (0 to 1) of an H100 that trains the 405B model: its FLOP/s over the data sheet's."""
     return 3 * forward_flops(LARGE, (one.work.length,)) / one.work.length * one.tokens_per_second / GPUS["H100"].flops
 
@@ -54,7 +54,7 @@ def llama_rows() -> list[tuple[str, float, float, bool]]:
     for data, context, length, rows_each, published in ((64, 1, 8192, 32, 0.43), (128, 1, 8192, 16, 0.41), (8, 16, 131_072, 16, 0.38)):
         work = Work(rows_each * data, length, length)
         one = estimate(LARGE, work, layout(shard=data, tensor=8, context=context, pipeline=16, virtual_stages=8), GPUS["H100"])
-        rows.append((f"llama3 405B, data {data}, context {context}", utilisation(one), published, not rows))
+        rows.append((f"llama3 405B, data {data}, context {context}", utilization(one), published, not rows))
     return rows
 
 

@@ -225,11 +225,11 @@ def _linear_layers(m: Machine, size: int) -> Iterator[Case]:
     plain = {"bf16 product" if m.dtype == torch.bfloat16 else "product": F.linear}
     for kind in ("int8", "fp8"):
         q, scale = quantize_rows(w, kind)
-        ours = partial(_quantised, q=q, scale=scale)
+        ours = partial(_quantized, q=q, scale=scale)
         yield Case(f"{kind} linear", ours, (x, w), (moved, 0), (product, 0), plain)
 
 
-def _quantised(x: Tensor, w: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+def _quantized(x: Tensor, w: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return quantized_linear(x, q, scale)
 
 

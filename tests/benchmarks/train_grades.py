@@ -85,7 +85,7 @@ def rows_of(texts: list[str]) -> NDArray[np.float32]:
 
 
 def ridge(rows: NDArray[np.float32], grades: Grades) -> tuple[NDArray[np.float32], float]:
-    """Return weights and bias of the ridge regression with SHRINKAGE; the bias is not penalised. Solved in the dual, as there are fewer
+    """Return weights and bias of the ridge regression with SHRINKAGE; the bias is not penalized. Solved in the dual, as there are fewer
     rows than buckets."""
     middle, mean = rows.mean(0), float(grades.mean())
     centred = rows - middle

@@ -48,7 +48,7 @@ def rows_of(texts: list[str]) -> tuple[csr_matrix, NDArray[np.int64]]:
 
 
 def fit(rows: csr_matrix, labels: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return weights, then bias, of the logistic regression; the bias is not penalised."""
+    """Return weights, then bias, of the logistic regression; the bias is not penalized."""
 
     def loss(at: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         odds = rows @ at[:-1] + at[-1]

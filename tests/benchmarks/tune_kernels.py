@@ -39,7 +39,7 @@ def candidates(place: Place) -> Iterator[Configuration]:
         return
     if place.kernel.startswith("attention"):
         reading = (False, True) if place.capability >= 90 else (False,)
-        # On compute capability 9.0, Triton 3.7 specialises no useful tile: it aborts on tiles other than 64 x 64.
+        # On compute capability 9.0, Triton 3.7 specializes no useful tile: it aborts on tiles other than 64 x 64.
         special = (False, True) if place.capability >= 100 and place.kernel == "attention_forward" else (False,)
         sizes = product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3), reading, special)
         tiles = (Configuration(m, n, w, s, 0, d, x) for m, n, w, s, d, x in sizes if d or not x)
@@ -91,8 +91,8 @@ def _scaled(place: Place, device: torch.device, tokens: int) -> Run:
     width, inner = (4096, 14336) if tokens > 1024 else (64, 48)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x, w = (torch.randn(rows, width, device=device).to(dtype) for rows in (tokens, inner))
-    quantised = quantize_rows(w, "int8")
-    return lambda: (quantized_linear(x, *quantised),)
+    quantized = quantize_rows(w, "int8")
+    return lambda: (quantized_linear(x, *quantized),)
 
 
 def work(place: Place, device: torch.device, tokens: int = 8192) -> Run:

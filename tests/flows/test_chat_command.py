@@ -15,7 +15,7 @@ from puna.flows.cli import load_engine
 from puna.flows.cli.main import app
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import save
-from puna.models.formats.quantised import quantise
+from puna.models.formats.quantized import quantize
 from puna.models.generation import Engine, SamplingParams
 from puna.models.serving import ServingSettings
 from puna.models.tokens.tokenizer import Tokenizer
@@ -184,7 +184,7 @@ def test_generate_puts_passages_of_the_stores_documents_before_a_prompt(folder, 
 
 
 def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path):
-    """At temperature 0 a draft changes no answer; with 8-bit weights the answers equal those of a model quantised in code."""
+    """At temperature 0 a draft changes no answer; with 8-bit weights the answers equal those of a model quantized in code."""
     smaller = tmp_path / "draft"
     save(Transformer(SHAPE, seed=1), smaller, TOKENIZER)
     options = ["to be", "--n", "2", "--max-tokens", "30", "--json"]
@@ -193,7 +193,7 @@ def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path)
     assert puna("generate", folder, *greedy, "--draft", str(smaller)) == puna("generate", folder, *greedy)
     assert puna("generate", folder, *options, "--draft", str(smaller)) != plain  # drawn with other random numbers
     rows = [json.loads(line) for line in puna("generate", folder, *options, "--weights", "int8").splitlines()]
-    engine = Engine(quantise(Transformer(SHAPE, seed=0), "int8"), TOKENIZER)
+    engine = Engine(quantize(Transformer(SHAPE, seed=0), "int8"), TOKENIZER)
     (expected,) = engine.generate([TOKENIZER.chat([{"role": "user", "content": "to be"}])], SamplingParams(n=2, max_tokens=30, temperature=0.7))
     assert [row["logprobs"] for row in rows] == [answer.logprobs for answer in expected] and puna("generate", folder, *options, "--weights", "int8") != plain
     own = ["--draft", folder, "--draft-weights", "int8"]

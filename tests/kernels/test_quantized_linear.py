@@ -40,10 +40,10 @@ def test_rounding_errs_by_half_a_step(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 7), (64, 128, 48)])
 def test_products_equal_their_definition(kind, shape):
-    """The quantised numbers are the same, so only the rounding of sums differs."""
+    """The quantized numbers are the same, so only the rounding of sums differs."""
     T, D, N = shape
-    x, quantised = draw(T, D), quantize_rows(draw(N, D, seed=1), kind)
-    torch.testing.assert_close(quantized_linear(x, *quantised), quantized_linear_reference(x, *quantised), rtol=1e-5, atol=1e-5)
+    x, quantized = draw(T, D), quantize_rows(draw(N, D, seed=1), kind)
+    torch.testing.assert_close(quantized_linear(x, *quantized), quantized_linear_reference(x, *quantized), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.012), ("fp8", 0.04)])

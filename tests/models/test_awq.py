@@ -28,7 +28,7 @@ def pack(numbers):
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
-def quantised(folder):
+def quantized(folder):
     """Return a checkpoint with its layers' matrices packed, and the equivalent unpacked model."""
     model = Transformer(CONFIG, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -64,7 +64,7 @@ def test_four_bits_by_hand():
 
 
 def test_a_checkpoint_is_read_to_the_number(tmp_path):
-    model = quantised(tmp_path)
+    model = quantized(tmp_path)
     found = load(tmp_path)
     assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in model.state_dict().items())
     row = Forest.pack([[3, 1, 4, 1, 5]])
@@ -77,14 +77,14 @@ def test_a_checkpoint_is_read_to_the_number(tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("quant_method", "gptq"), ("bits", 8), ("version", "gemv"), ("zero_point", False)])
 def test_other_layouts_are_refused_by_name(tmp_path, name, value):
-    quantised(tmp_path)
+    quantized(tmp_path)
     edit(tmp_path, {**SETTINGS, name: value})
     with pytest.raises(CheckpointError, match=rf"quantization_config.{name} = {value!r} is not supported"):
         load(tmp_path)
 
 
 def test_parts_that_lack_or_do_not_fit_are_named(tmp_path):
-    quantised(tmp_path)
+    quantized(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     place = "model.layers.1.mlp.down_proj."
     save_file({**state, f"{place}qzeros": state[f"{place}qzeros"][:1].clone()}, tmp_path / "model.safetensors")

@@ -26,7 +26,7 @@ SETTINGS = Settings(rate=0.5, epochs=4, ngrams=2, dimension=16, min_count=1, buc
 
 @contextmanager
 def zeroed_memory():
-    """Make the allocator return zeroed memory: fastText 0.9.3 initialises only a tenth of its matrix, and uses the rest uninitialised."""
+    """Make the allocator return zeroed memory: fastText 0.9.3 initializes only a tenth of its matrix, and uses the rest uninitialized."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc fills the memory that it returns with the complement of this byte
     if set_option is not None:
         set_option(-6, 0xFF)  # M_PERTURB

@@ -339,7 +339,7 @@ def test_a_guess_is_what_followed_the_longest_run_before():
     assert Lookup(4).guess([1, 2, 3], 9) == [] and Lookup(4).guess([1, 5, 6, 5, 6], 3) == [5, 6, 5]
 
 
-@pytest.mark.parametrize("by", ["optimiser", "hand"])
+@pytest.mark.parametrize("by", ["optimizer", "hand"])
 def test_a_change_of_the_weights_empties_the_cache(by):
     changing = Transformer(CONFIG, seed=0)
     engine, params = Engine(changing), SamplingParams(temperature=0, max_tokens=8, stop=NEVER)
@@ -347,7 +347,7 @@ def test_a_change_of_the_weights_empties_the_cache(by):
     engine.generate([prompt], params)
     weight = changing.model.layers[0].self_attn.v_proj.weight
     with torch.no_grad():
-        if by == "optimiser":
+        if by == "optimizer":
             adamw_([weight], [torch.ones_like(weight)], [torch.zeros_like(weight)], [torch.zeros_like(weight)], step=1, lr=0.5)
         else:
             weight.mul_(-3.0)

@@ -156,7 +156,7 @@ def test_smollm2(smollm2: tuple[Path, Transformer, Tokenizer], tmp_path: Path):
     other = LlamaCpp(file)
     assert [other.ids(text) for text in HARD] == [tokenizer.encode(text) for text in HARD]
     assert other.ids(other.rendered(messages), special=True) == asked
-    # llama.cpp rounds activations to 8 bits in products with quantised blocks: the likeliest token is the same, its value nearly.
+    # llama.cpp rounds activations to 8 bits in products with quantized blocks: the likeliest token is the same, its value nearly.
     token, likely = other.next(asked)
     assert token == int(first.argmax())
     assert abs(float(first.log_softmax(-1)[token]) - likely[token]) < 0.2

@@ -9,7 +9,7 @@ from puna.kernels.exact import exact_passes
 from puna.models.accounting import cache_bytes
 from puna.models.config import Mla, ModelConfig
 from puna.models.formats.checkpoint import save
-from puna.models.formats.quantised import quantise
+from puna.models.formats.quantized import quantize
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.latent import LatentPages
 from puna.models.generation.step import Cache
@@ -123,7 +123,7 @@ def test_greedy_equals_transformers(tmp_path, model, exact):
 
 def test_matrices_in_8_bits_are_absorbed_by_what_they_stand_for(model):
     """Log-probs differ from the trainer's by the rounding of latents to 8 bits, which absorbed products avoid."""
-    small = quantise(model, "int8")
+    small = quantize(model, "int8")
     asked, params = prompts(), SamplingParams(n=2, max_tokens=18, stop=())
     answers = engine_of(small).generate(asked, params)
     with torch.no_grad():

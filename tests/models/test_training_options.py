@@ -19,7 +19,7 @@ from puna.models.training.loop import TrainConfig, Trainer, TrainingDiverged, tr
 from puna.models.training.optimizers import OPTIMIZERS, Group, Optimizer, Updated
 from puna.models.training.optimizers.adamw import AdamW
 from puna.models.training.optimizers.galore import GaLore, directions
-from puna.models.training.optimizers.muon import Muon, orthogonalise
+from puna.models.training.optimizers.muon import Muon, orthogonalize
 from puna.models.training.packing import pack
 from puna.models.training.schedules import Ramp
 from puna.models.training.settings import OptimizerSettings
@@ -43,13 +43,13 @@ def batches(step: int, count: int = 2) -> list[o.Targets]:
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (3, 5, 8), (4, 64, 16)])
-def test_orthogonalise_keeps_the_singular_vectors(shape: tuple[int, ...]):
+def test_orthogonalize_keeps_the_singular_vectors(shape: tuple[int, ...]):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     expected = s / x.norm(dim=(-2, -1))[..., None]
     for _ in range(5):  # the polynomial acts on each singular value separately
         expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
-    torch.testing.assert_close(orthogonalise(x), u @ (expected[..., None] * v), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(orthogonalize(x), u @ (expected[..., None] * v), rtol=1e-9, atol=1e-9)
     assert expected.min() > 0.3 and expected.max() < 1.3
 
 
@@ -62,8 +62,8 @@ def test_muon_by_hand():
         w.grad = g.clone()
         muon.step(0.1)
     size = 0.1 * 0.2 * math.sqrt(6)
-    first = w0 * (1 - 0.02) - size * orthogonalise(1.9 * g1)
-    second = first * (1 - 0.02) - size * orthogonalise(g2 + 0.9 * (0.9 * g1 + g2))
+    first = w0 * (1 - 0.02) - size * orthogonalize(1.9 * g1)
+    second = first * (1 - 0.02) - size * orthogonalize(g2 + 0.9 * (0.9 * g1 + g2))
     torch.testing.assert_close(w.detach(), second)
 
 
@@ -125,11 +125,11 @@ def test_galore_holds_what_it_says_and_a_full_rank_is_adamw():
     assert weights_digest(full) == weights_digest(plain)
 
 
-# ---- any optimiser ------------------------------------------------------------------------------------
+# ---- any optimizer ------------------------------------------------------------------------------------
 
 
 class Lion(Optimizer):
-    """The sign of a moving average (Chen et al. 2023), defined completely in this file, as an optimiser of another package would be."""
+    """The sign of a moving average (Chen et al. 2023), defined completely in this file, as an optimizer of another package would be."""
 
     name, description, state_bytes, learning_rate = "lion", "Lion for all weights", 4, 1e-4
 
@@ -207,7 +207,7 @@ def test_a_state_that_is_not_all_there_is_refused():
         trainers[1].restore(lion)
 
     class Hoarder(Lion):
-        """An optimiser with a tensor that no checkpoint contains."""
+        """An optimizer with a tensor that no checkpoint contains."""
 
         name = "hoarder"
 

@@ -31,7 +31,7 @@ from puna.kernels.adamw import gradient_norm
 from puna.kernels.exact import exact_passes
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
-from puna.models.formats.quantised import to_nf4
+from puna.models.formats.quantized import to_nf4
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.sampling import RowError
 from puna.models.generation.step import Cache

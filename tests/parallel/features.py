@@ -167,7 +167,7 @@ def _differs(shape: ModelConfig, name: str) -> bool:
 
 
 def setting_features() -> set[str]:
-    """Return the names of settings of a training that change what ranks compute together in a step. Adapters are initialised before."""
+    """Return the names of settings of a training that change what ranks compute together in a step. Adapters are initialized before."""
     lora = {f"lora.{name}" for name in LoraSettings.model_fields if name not in ("rank", "dropout", "keep", "initialization")}
     own = {f"optimizer.{name}" for name, kind in OPTIMIZERS.items() if kind.__module__.startswith("puna.")}
     return {"activation_checkpointing", "bf16", "lora", *lora, *own}

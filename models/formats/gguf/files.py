@@ -60,7 +60,7 @@ class GgufFile:
         return read_tokenizer(self.fields)
 
     def state(self, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return the decoder's state dict on `device` in `dtype` (None: each tensor's own; quantised blocks become float32)."""
+        """Return the decoder's state dict on `device` in `dtype` (None: each tensor's own; quantized blocks become float32)."""
 
         def place(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype or tensor.dtype)

@@ -110,7 +110,7 @@ def config_fields(config: ModelConfig) -> tuple[str, dict[str, Any], Tensor | No
     }  # fmt: skip
     if config.moe is not None:
         if not config.moe.norm_topk_prob:
-            raise ValueError("norm_topk_prob = false: llama.cpp normalises the chosen experts' weights")
+            raise ValueError("norm_topk_prob = false: llama.cpp normalizes the chosen experts' weights")
         fields |= {"expert_count": config.moe.num_experts, "expert_used_count": config.moe.num_experts_per_tok}
         fields["expert_feed_forward_length"] = config.moe.moe_intermediate_size
     scaling, frequencies = config.rope_scaling, None

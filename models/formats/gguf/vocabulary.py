@@ -147,7 +147,7 @@ def _splitter(raw: Mapping[str, Any]) -> str:
     name = next((name for name, splitter in PRE.items() if splitter == own), None)
     normal = (raw.get("normalizer") or {}).get("type")
     if name is None or normal not in (None, "NFC"):
-        splitter = f"{' then '.join(patterns)}, ignore_merges {own[1]}, normaliser {normal}"
+        splitter = f"{' then '.join(patterns)}, ignore_merges {own[1]}, normalizer {normal}"
         raise ValueError(f"llama.cpp has no name for this tokenizer's splitter ({splitter}), and another one would give other tokens")
     return name
 

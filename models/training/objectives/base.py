@@ -44,7 +44,7 @@ class Model(Protocol):
     def token_logprobs(self, forest: Forest, positions: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return, in nats, the targets' log-probs [N] and the entropies [N] of the distributions that predict them."""
 
-    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
+    def normalizers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
         """Return, in nats, the targets' log-probs and the log-sum-exps of the logits that predict them, [2, N]."""
 
     def cross_entropy(self, forest: Forest, positions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Next-token losses: of whole documents, of answers (supervised fine-tuning), and against a teacher (distillation)."""
+"""Next-token losses: of whole documents, of answers (supervised finetuning), and against a teacher (distillation)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def token_loss(model: Model, targets: Targets, total: float) -> Tensor:
 class LanguageModeling(Objective[Targets]):
     """Mean cross-entropy over the step's target tokens. Metric: ``bits_per_token``.
 
-    With `z_loss`, the term `z_loss` times the mean squared log-normaliser of the logits is added, to keep the log-normaliser near 0 (PaLM,
+    With `z_loss`, the term `z_loss` times the mean squared log-normalizer of the logits is added, to keep the log-normalizer near 0 (PaLM,
     Chowdhery et al. 2022, section 5; OLMo: 1e-5); the metric ``z_loss`` is this term.
     """
 
@@ -37,8 +37,8 @@ class LanguageModeling(Objective[Targets]):
         if not self.z_loss:
             loss = token_loss(model, batch, totals["tokens"])
             return loss, {"bits_per_token": loss.detach() / math.log(2.0)}
-        logprobs, normalisers = model.normalisers(batch.forest, batch.positions[batch.mask], batch.tokens[batch.mask])
-        loss, term = divide(-logprobs.sum(), totals["tokens"]), self.z_loss * divide(normalisers.square().sum(), totals["tokens"])
+        logprobs, normalizers = model.normalizers(batch.forest, batch.positions[batch.mask], batch.tokens[batch.mask])
+        loss, term = divide(-logprobs.sum(), totals["tokens"]), self.z_loss * divide(normalizers.square().sum(), totals["tokens"])
         return loss + term, {"bits_per_token": loss.detach() / math.log(2.0), "z_loss": term.detach()}
 
 
@@ -58,7 +58,7 @@ class Sft(Objective[Targets]):
 
 
 def divergence(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence of next-token distributions, given as log-probabilities [N, V] -> [N] nats.
+    """Return the generalized Jensen-Shannon divergence of next-token distributions, given as log-probabilities [N, V] -> [N] nats.
 
     It is ``beta KL(teacher || M) + (1 - beta) KL(student || M)`` with ``M = beta teacher + (1 - beta) student``. Beta 0 gives the forward
     ``KL(teacher || student)``, beta 1 the reverse ``KL(student || teacher)`` (GKD, Agarwal et al., arXiv 2306.13649, equation 1).

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al. 2017) on answers, as pure functions and two objectives.
+"""Proximal policy optimization (Schulman et al. 2017) on answers, as pure functions and two objectives.
 
 Tensors are flat: N answer tokens, answer by answer, without padding. Advantages and returns come from `kernels.advantages`.
 """

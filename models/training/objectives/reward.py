@@ -52,7 +52,7 @@ class Reward(Objective[RewardBatch]):
 
     `nll_weight`: weight of a term by which the hidden states still predict each prompt's best answers. They do so through `head`, the
     policy's frozen language-model head [V, D] with its `softcap`. The term is the mean over the best answers of each answer's mean -log p
-    (the SFT regularisation of Yang et al. 2024, GRM). It preserves the policy's knowledge in the states that the reward head reads.
+    (the SFT regularization of Yang et al. 2024, GRM). It preserves the policy's knowledge in the states that the reward head reads.
 
     Metrics: ``accuracy`` (pairs in the correct order; ties count one half), ``margin`` (mean difference of the rewards; in both, all
     prompts weigh the same), and with `nll_weight` ``nll`` (nats per token). A weight without `head` raises ValueError.

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024): orthogonalised momentum, for the matrices inside the layers."""
+"""Muon (Jordan et al. 2024): orthogonalized momentum, for the matrices inside the layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a x + b x^3 + c x^5, whose iterat
 Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of the momentum that a step keeps")]
 
 
-def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
+def orthogonalize(x_MN: Tensor, iterations: int = 5) -> Tensor:
     """Return approximately U V^T of each matrix's singular value decomposition, [..., M, N].
 
     Singular values above 0.002 of the Frobenius norm end in 0.68 .. 1.21. Newton-Schulz iteration: in bf16 on a GPU, else in x's dtype.
@@ -37,7 +37,7 @@ def orthogonalise(x_MN: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Muon: m <- momentum m + g, then w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalise(g + momentum m).
+    """Muon: m <- momentum m + g, then w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalize(g + momentum m).
 
     The factor 0.2 sqrt(max(M, N)) gives each update the size of a typical AdamW update (Liu et al. 2025), so that AdamW's learning rate
     and weight decay suit Muon, too. Weights are matrices [M, N] or stacks of matrices [E, M, N].
@@ -59,6 +59,6 @@ class Muon(Optimizer):
         for weight, raw, state in weights:
             gradient = raw if factor is None else raw * factor
             momentum = state["momentum"].mul_(self.momentum).add_(gradient)
-            update = orthogonalise(gradient.add(momentum, alpha=self.momentum))
+            update = orthogonalize(gradient.add(momentum, alpha=self.momentum))
             size = 0.2 * math.sqrt(max(weight.shape[-2:]))
             weight.mul_(1.0 - rate * weight_decay).add_(update, alpha=-rate * size)

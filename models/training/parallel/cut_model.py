@@ -168,9 +168,9 @@ class CutTransformer(Transformer):
             return super()._logprobs(hidden_ND, targets, temperature)
         return vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, temperature, self.share)[:2]
 
-    def normalisers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
+    def normalizers(self, forest: Forest, positions: Tensor, targets: Tensor) -> Tensor:
         if self.tensor is None:
-            return super().normalisers(forest, positions, targets)
+            return super().normalizers(forest, positions, targets)
         hidden_ND = self.hidden(forest)[positions]
         return torch.stack(vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, 1.0, self.share)[::2])
 

@@ -21,7 +21,7 @@ from puna.models.training.parallel.context import Cut
 from puna.models.training.parallel.mesh import Mesh, bounds
 from puna.models.transformer import Transformer
 
-METHODS = ("hidden", "scalar", "logits", "token_logprobs", "normalisers", "cross_entropy")
+METHODS = ("hidden", "scalar", "logits", "token_logprobs", "normalizers", "cross_entropy")
 
 
 class Sharded(Cut):

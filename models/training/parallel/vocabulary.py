@@ -42,7 +42,7 @@ class Share(NamedTuple):
         return d_CV if self.cap is None else d_CV * (1 - (z_CV / self.cap).square())
 
 
-def _normalise(z_CV: Tensor, own: Tensor, inside: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _normalize(z_CV: Tensor, own: Tensor, inside: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-sum-exp [C] and the target's logit [C] over all ranks, the probabilities [C, V] of this rank, and sum(p z) [C]."""
     peak = z_CV.amax(1)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
@@ -69,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         (dx_ND, dw_VD), loss = gradients(x_ND, w_VD, True, True), weights.new_zeros(())
         for rows in share.chunks(len(x_ND), w_VD):
             z_CV = share.logits(x_ND[rows], w_VD)
-            lse, picked, p_CV, _ = _normalise(z_CV, own[rows], inside[rows], share.group)
+            lse, picked, p_CV, _ = _normalize(z_CV, own[rows], inside[rows], share.group)
             loss += ((lse - picked) * weights[rows]).sum()
             p_CV[torch.arange(len(p_CV), device=own.device), own[rows]] -= inside[rows].to(p_CV.dtype)
             d_CV = share.uncapped(p_CV.mul_(weights[rows, None]), z_CV).to(x_ND.dtype)
@@ -88,25 +88,25 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, w_VD, targets, temperature, share):
         own, inside = _places(targets, share.start, len(w_VD))
-        logprobs, entropies, normalisers = torch.empty(3, len(x_ND), dtype=wide(x_ND.dtype), device=x_ND.device)
+        logprobs, entropies, normalizers = torch.empty(3, len(x_ND), dtype=wide(x_ND.dtype), device=x_ND.device)
         for rows in share.chunks(len(x_ND), w_VD):
             z_CV = share.logits(x_ND[rows], w_VD) / temperature
-            lse, picked, _, mean = _normalise(z_CV, own[rows], inside[rows], share.group)
-            logprobs[rows], entropies[rows], normalisers[rows] = picked - lse, lse - mean, lse
+            lse, picked, _, mean = _normalize(z_CV, own[rows], inside[rows], share.group)
+            logprobs[rows], entropies[rows], normalizers[rows] = picked - lse, lse - mean, lse
         ctx.save_for_backward(x_ND, w_VD, own, inside)
         ctx.temperature, ctx.share = temperature, share
-        return logprobs, entropies, normalisers
+        return logprobs, entropies, normalizers
 
     @staticmethod
-    def backward(ctx, g_logprobs, g_entropies, g_normalisers):
+    def backward(ctx, g_logprobs, g_entropies, g_normalizers):
         x_ND, w_VD, own, inside = ctx.saved_tensors
         dx_ND, dw_VD = gradients(x_ND, w_VD, True, True)
         for rows in ctx.share.chunks(len(x_ND), w_VD):
             z_CV = ctx.share.logits(x_ND[rows], w_VD)
             y_CV = z_CV / ctx.temperature
-            _, _, p_CV, mean = _normalise(y_CV, own[rows], inside[rows], ctx.share.group)
+            _, _, p_CV, mean = _normalize(y_CV, own[rows], inside[rows], ctx.share.group)
             # d log p(t) = one-hot - p;  d H = -p (y - sum(p y));  d log-sum-exp = p
-            d_CV = -p_CV * ((g_logprobs - g_normalisers)[rows, None] + g_entropies[rows, None] * (y_CV - mean[:, None]))
+            d_CV = -p_CV * ((g_logprobs - g_normalizers)[rows, None] + g_entropies[rows, None] * (y_CV - mean[:, None]))
             d_CV[torch.arange(len(d_CV), device=own.device), own[rows]] += g_logprobs[rows] * inside[rows]
             d_CV = (ctx.share.uncapped(d_CV, z_CV) / ctx.temperature).to(x_ND.dtype)
             dx_ND[rows] = product(d_CV, w_VD.T)

@@ -43,7 +43,7 @@ def settings(quantization: str, **fields: Any) -> dict[str, Any]:
 @stage(kind="model", version="1")
 def unpacked(model: Model, config: SeededConfig, run: StageRun) -> None:
     """Write a model whose layers' matrices were rounded to NF4."""
-    from puna.models.formats.quantised import merge, to_nf4
+    from puna.models.formats.quantized import merge, to_nf4
 
     found = to_nf4(load(model.path()))
     merge(found)
@@ -57,8 +57,8 @@ def both(store: Store, start: Artifact) -> tuple[Artifact, Artifact]:
 
 @nf4
 def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
-    """Blocks of 64 numbers, each divided by its largest; the scales are quantised to 8 bits, so they are slightly off."""
-    from puna.models.formats.quantised import Nf4Linear
+    """Blocks of 64 numbers, each divided by its largest; the scales are quantized to 8 bits, so they are slightly off."""
+    from puna.models.formats.quantized import Nf4Linear
     from puna.models.layers import Linear
 
     linear = Linear(64, 32)
@@ -77,7 +77,7 @@ def test_a_matrix_is_rounded_to_the_numbers_of_nf4() -> None:
 
 @nf4
 def test_products_and_gradients_are_those_of_the_unpacked_matrix() -> None:
-    from puna.models.formats.quantised import Nf4Linear
+    from puna.models.formats.quantized import Nf4Linear
     from puna.models.layers import Linear
 
     linear = Linear(128, 64, bias=True)
@@ -162,7 +162,7 @@ def test_weights_in_bf16_leave_packed_bytes_alone(tmp_path: Path, tiny_model: Ti
 
 @nf4
 def test_a_mixture_of_experts_is_refused(tmp_path: Path, tiny_model: Tiny) -> None:
-    from puna.models.formats.quantised import to_nf4
+    from puna.models.formats.quantized import to_nf4
 
     sizes = ModelConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,

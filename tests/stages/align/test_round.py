@@ -134,7 +134,7 @@ def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: 
     store = Store.open(tmp_path)
     given = {"models": [tiny_model(store, 0)], "prompts": asked(store)}
     config = SampleConfig(answers=3, max_tokens=6, temperature=0)
-    plain, guessed, own, quantised = (
+    plain, guessed, own, quantized = (
         execute(sample, config.replace(serving=ServingSettings(weights=weights), draft_weights=drafts), given | more, store).read()
         for weights, drafts, more in (("same", "same", {}), ("same", "same", {"draft": tiny_model(store, 1)}), ("same", "int8", {"draft": given["models"][0]}), ("int8", "same", {}))
     )
@@ -142,7 +142,7 @@ def test_a_draft_changes_no_likeliest_answer_and_weights_in_8_bits_do(tmp_path: 
     assert sample.needs is not None
     unmet = sample.needs(config.replace(draft_weights="int8"), Facts({"models": ANY_MODEL}, None))
     assert unmet == ["draft_weights is set, but there is no draft; give one with --input draft=…, or leave draft_weights out"]
-    assert quantised["id"] == plain["id"] and quantised["logprobs"] != plain["logprobs"]
+    assert quantized["id"] == plain["id"] and quantized["logprobs"] != plain["logprobs"]
 
 
 def test_layers_on_disk_change_no_answer(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def _small_model(store: Store, texts: list[str]) -> Artifact:
     config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
                          num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
     model = Transformer(config)
-    model.initialise(0)
+    model.initialize(0)
     with store.work("e" * 64) as work:
         save(model, work.output, tokenizer)
         return work.commit("model", "e" * 64, Identity(stage="import"))

@@ -37,7 +37,7 @@ def pretrained(tokens: Tokens, config: StageConfig, run: StageRun) -> None:
 
 @stage(kind="model", version="1")
 def tuned(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
-    """Stand in for fine-tuning."""
+    """Stand in for finetuning."""
     (run.folder / "config.json").write_text("{}")
 
 

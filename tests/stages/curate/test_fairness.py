@@ -75,7 +75,7 @@ def test_good_documents_of_every_language_stay(told):
 
 
 def test_spoilt_ones_go(told):
-    # Thai has no sentence-final mark, by which menu lines of other languages are recognised.
+    # Thai has no sentence-final mark, by which menu lines of other languages are recognized.
     assert {row["language"] for row in told.rows if row["menu"]} <= {"th"}
     assert told.figures["spoilt_kept_repeats"] == 0
     # The English text here has no letter that changes when read as cp1252.

@@ -61,7 +61,7 @@ def counting_model(store, folder):
 
 
 def seen_after(text, prompt, max_tokens, chat):
-    """Return the last normalised `seen` after question and page: the share of "~" passes through two normalisations."""
+    """Return the last normalized `seen` after question and page: the share of "~" passes through two normalizations."""
     page = text.encode()[:max_tokens]
     framing = len("Answer: ") + len(prompt.replace(TEXT, "").encode()) + 1  # begin-of-text token
     # Four special tokens around two roles, two line breaks after each, and the end of the turn; or one line break.

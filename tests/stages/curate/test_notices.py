@@ -100,7 +100,7 @@ ERRORS = """Page not found: how the web learned to say no
 The page that most people have read is not a page. When Tim Berners-Lee decided that a link may break, the server had to say so, and the
 words that engineers found, that the requested URL was not found on this server, were meant for engineers. Writers came later.
 
-Some sites apologise, some joke. A museum in Oslo shows another missing painting every day, and tells in a few lines who took it; its
+Some sites apologize, some joke. A museum in Oslo shows another missing painting every day, and tells in a few lines who took it; its
 readers are said to mistype addresses with intent. Where a page no longer exists another number would be the right one, which
 hardly anybody uses, since to know that something is gone for ever one must have kept a record of it.
 

@@ -1,4 +1,4 @@
-"""Normalised words and shingle hashes, compared with plain Python and the xxhash library."""
+"""Normalized words and shingle hashes, compared with plain Python and the xxhash library."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_addresses_of_other_pages(url):
 
 @given(st.text(max_size=40) | st.text(max_size=30).map("https://example.com/".__add__))
 @settings(max_examples=200, deadline=None)
-def test_normalising_again_changes_nothing(url):
+def test_normalizing_again_changes_nothing(url):
     once = normalize(url)
     assert normalize(once) == once
 

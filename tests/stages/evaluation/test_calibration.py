@@ -65,7 +65,7 @@ def test_the_stage_reports_it_of_the_options_probabilities(store: Store, model: 
 
 @stage(kind="model", version="1")
 def left_as_it_was(model: Model, instructions: list[Instructions], config: StageConfig, run: StageRun) -> None:
-    """Stand in for fine-tuning: copy the starting model."""
+    """Stand in for finetuning: copy the starting model."""
     for file in Path(model.path()).iterdir():
         if file.is_file() and file.suffix in (".json", ".safetensors") and file.name != "manifest.json":
             (run.folder / file.name).write_bytes(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Mixing laws fitted to data from known laws, compared with these laws, other optimisers and brute force."""
+"""Mixing laws fitted to data from known laws, compared with these laws, other optimizers and brute force."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_left_out_error_shows_what_the_fit_hides() -> None:
 @given(seed=st.integers(0, 10_000), bounded=st.booleans())
 @example(seed=1185, bounded=False)  # the best mixture lacks a category
 def test_best_mixture_is_the_minimum(seed: int, bounded: bool) -> None:
-    """Compared with scipy's constrained optimiser on the same convex objective."""
+    """Compared with scipy's constrained optimizer on the same convex objective."""
     generator = np.random.default_rng(seed)
     m = 4
     fitted = [mixing_laws.MixingLaw(1.0, generator.normal(0, 1, m) - 2.0 * np.eye(m)[i]) for i in range(m)]

@@ -1,4 +1,4 @@
-"""Scaling laws fitted to data from known laws, compared with these laws and with other optimisers."""
+"""Scaling laws fitted to data from known laws, compared with these laws and with other optimizers."""
 
 from __future__ import annotations
 

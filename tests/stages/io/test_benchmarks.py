@@ -28,7 +28,7 @@ def score(row: dict[str, Any], answer: str) -> float | None:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_is_recognised_and_judged_by_its_checker(tmp_path: Path, name: str) -> None:
+def test_a_benchmark_is_recognized_and_judged_by_its_checker(tmp_path: Path, name: str) -> None:
     layout, row, verifier, right, wrong, left = BENCHMARKS[name]
     rows = []
     for format in ("jsonl", "parquet", "csv"):

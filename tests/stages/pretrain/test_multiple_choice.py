@@ -88,9 +88,9 @@ def test_likelihoods_equal_each_option_alone(tmp_path: Path) -> None:
     assert found == [pytest.approx(values, abs=1e-4) for values in multiple_choice.likelihoods(model, tokenizer, items, 10_000)]
 
 
-def test_normalised_choice_divides_by_bytes() -> None:
+def test_normalized_choice_divides_by_bytes() -> None:
     item = multiple_choice.Item("a", "c", "p", ("four", "eighteen bytes long", "é"), 0)
-    assert multiple_choice.likeliest(item, [-4.0, -9.5, -3.0], normalised=False) == 2
+    assert multiple_choice.likeliest(item, [-4.0, -9.5, -3.0], normalized=False) == 2
     # Per byte: -1, -0.5, -1.5 (two bytes).
-    assert multiple_choice.likeliest(item, [-4.0, -9.5, -3.0], normalised=True) == 1
-    assert multiple_choice.likeliest(item, [-4.0, -19.0, -2.0], normalised=True) == 0
+    assert multiple_choice.likeliest(item, [-4.0, -9.5, -3.0], normalized=True) == 1
+    assert multiple_choice.likeliest(item, [-4.0, -19.0, -2.0], normalized=True) == 0

@@ -86,7 +86,7 @@ def test_an_average_that_raises_the_loss_is_not_taken(store, given, monkeypatch:
 
 
 def test_the_rate_of_several_processes_is_the_sum_of_theirs(store, given, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes can compute twice as much: the utilisation of a training run is half."""
+    """Two processes can compute twice as much: the utilization of a training run is half."""
     monkeypatch.setattr(accounting, "matrix_rate", lambda: 1e9)
     metrics: dict[str, float] = {}
     rows = [{"step": 1, "tokens": 64, "seconds": 2.0, "loss": 1.0, "skipped": 0, "learning_rate": 0.1}]

@@ -1,7 +1,7 @@
-"""Quantisation of a model's layers' matrices to 8 or 4 bits; embeddings, the output layer and norms stay as they are.
+"""Quantization of a model's layers' matrices to 8 or 4 bits; embeddings, the output layer and norms stay as they are.
 
 INT8 or FP8 with a scale per output (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023): products are also in 8 bits, and each
-token's input vector gets a scale (`kernels/quantized_linear.py`). NF4 with quantised scales (QLoRA, Dettmers et al. 2023), through
+token's input vector gets a scale (`kernels/quantized_linear.py`). NF4 with quantized scales (QLoRA, Dettmers et al. 2023), through
 bitsandbytes: the matrices are frozen, and PEFT adds adapters to them.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear layer with its matrix in 8-bit numbers [N, D] and a scale per row [N]; the matrix is not trained."""
 
     def __init__(self, linear: Linear, kind: Kind) -> None:
@@ -39,11 +39,11 @@ class QuantisedLinear(nn.Module):
         return y_TN if self.bias is None else y_TN + self.bias
 
 
-def quantise(model: Transformer, kind: Kind) -> Transformer:
-    """Quantise the matrices of the model's layers to 8 bits, in place; matrices already in 8 bits stay. Raise ValueError for a mixture of
+def quantize(model: Transformer, kind: Kind) -> Transformer:
+    """Quantize the matrices of the model's layers to 8 bits, in place; matrices already in 8 bits stay. Raise ValueError for a mixture of
     experts, whose matrices are stacked, and on a device that cannot multiply such matrices."""
     require_products(kind, model.model.embed_tokens.weight.device)
-    return _replace_linears(model, lambda linear: QuantisedLinear(linear, kind), f"weights = {kind!r}", "8 bits; choose 'same'")
+    return _replace_linears(model, lambda linear: QuantizedLinear(linear, kind), f"weights = {kind!r}", "8 bits; choose 'same'")
 
 
 def to_nf4(model: Transformer) -> Transformer:
@@ -87,7 +87,7 @@ class Nf4Linear(nn.Linear):
         return matrix
 
     def plain(self, weight: Tensor) -> Linear:
-        """Return an unquantised layer with the matrix `weight` [N, D] and this layer's bias."""
+        """Return an unquantized layer with the matrix `weight` [N, D] and this layer's bias."""
         with torch.device("meta"):
             layer = Linear(self.in_features, self.out_features)
         layer.weight, layer.bias = nn.Parameter(weight), self.bias

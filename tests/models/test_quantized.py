@@ -1,4 +1,4 @@
-"""Models with 8-bit weights: which matrices are quantised, the errors, and use in the engine."""
+"""Models with 8-bit weights: which matrices are quantized, the errors, and use in the engine."""
 
 import copy
 
@@ -9,7 +9,7 @@ from puna.kernels.exact import exact_passes
 from puna.kernels.quantized_linear import quantize_rows_reference, quantized_linear_reference
 from puna.models.config import ModelConfig
 from puna.models.forest import Forest
-from puna.models.formats.quantised import QuantisedLinear, quantise
+from puna.models.formats.quantized import QuantizedLinear, quantize
 from puna.models.generation import Engine, SamplingParams
 from puna.models.generation.dense import loops
 from puna.models.layers import Linear
@@ -41,17 +41,17 @@ def test_layers_multiply_by_the_definition_and_the_rest_is_as_it_was(kind):
     forest = Forest.pack([list(range(40)), list(range(30, 60))])
     expected = spelled_out(copy.deepcopy(model), kind).hidden(forest)
     embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
-    assert quantise(model, kind) is model and model.model.embed_tokens.weight is embeddings and model.lm_head.weight is head
-    assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 2 * 7
+    assert quantize(model, kind) is model and model.model.embed_tokens.weight is embeddings and model.lm_head.weight is head
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 2 * 7
     assert not any(isinstance(module, Linear) for module in model.model.layers.modules())
     torch.testing.assert_close(model.hidden(forest), expected, rtol=0, atol=2e-4)
     again = {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert {name: p.data_ptr() for name, p in quantise(model, kind).named_parameters()} == again
+    assert {name: p.data_ptr() for name, p in quantize(model, kind).named_parameters()} == again
 
 
 def test_the_engine_draws_what_a_pass_over_whole_sequences_gives():
-    """Greedy tokens are the quantised model's likeliest, whatever else is in the batch: each token has its own scale."""
-    model = quantise(drawn(), "int8")
+    """Greedy tokens are the quantized model's likeliest, whatever else is in the batch: each token has its own scale."""
+    model = quantize(drawn(), "int8")
     prompts = [[1, 2, 3], [4] * 20, [7, 8]]
     answers = Engine(model, step_tokens=9).generate(prompts, SamplingParams(temperature=0, max_tokens=12, stop=()))
     for prompt, (answer,) in zip(prompts, answers, strict=True):
@@ -75,14 +75,14 @@ def test_distributions_stay_near_those_of_the_whole_weights():
         if isinstance(module, Linear):
             step = module.weight.abs().amax(1, keepdim=True) / 15
             module.weight.copy_((module.weight / step).round() * step)
-    near, far = ((p.exp() * (p - logprobs(one))).sum(-1).mean() for one in (quantise(copy.deepcopy(model), "int8"), coarse))
+    near, far = ((p.exp() * (p - logprobs(one))).sum(-1).mean() for one in (quantize(copy.deepcopy(model), "int8"), coarse))
     assert 0 < near < far / 8
 
 
 def test_experts_are_refused():
     moe = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     with pytest.raises(ValueError, match="the experts' matrices of a mixture cannot be kept in 8 bits; choose 'same'"):
-        quantise(Transformer(ModelConfig(**{**CONFIG.model_dump(), "moe": moe, "model_type": ""})), "int8")
+        quantize(Transformer(ModelConfig(**{**CONFIG.model_dump(), "moe": moe, "model_type": ""})), "int8")
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -97,7 +97,7 @@ def test_int8_layers_by_loops_have_the_bits_of_the_models(exact):
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
-    quantise(model, "int8")
+    quantize(model, "int8")
     by_loops, plain = (Engine(model, exact=exact, step_tokens=9) for _ in range(2))
     assert (by_loops._loops[0] is not None) == AVAILABLE
     plain._loops = [None]
@@ -112,7 +112,7 @@ def test_int8_layers_by_loops_have_the_bits_of_the_models(exact):
 
 
 def test_mixed_layers_are_computed_by_the_models_operators():
-    """FP8, and a model that is only partly quantised: the loops support neither."""
+    """FP8, and a model that is only partly quantized: the loops support neither."""
     part = drawn()
-    part.model.layers[0].mlp.up_proj = QuantisedLinear(part.model.layers[0].mlp.up_proj, "int8")
-    assert loops(part) is None and loops(quantise(drawn(), "fp8")) is None
+    part.model.layers[0].mlp.up_proj = QuantizedLinear(part.model.layers[0].mlp.up_proj, "int8")
+    assert loops(part) is None and loops(quantize(drawn(), "fp8")) is None
