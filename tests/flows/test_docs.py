@@ -44,7 +44,7 @@ PROGRAM = typer.main.get_command(app)
 OWN = {"my.yaml", "only_titled", "tidy"}
 """A recipe, a stage and a flow that the reader is told to write."""
 VERBS = re.compile(
-    "align|apply|average|choose|classify|compare|copy|distil|draw|drop|encode|evaluate|find|fine|generate|give|grade|hold|identify|import|join|keep|label|"
+    "align|apply|average|choose|classify|compare|copy|distil|draw|drop|encode|evaluate|find|finetune|generate|give|grade|hold|identify|import|join|keep|label|"
     "make|mask|measure|merge|pair|predict|read|record|remove|run|score|set|take|tell|train|turn|write"
 )
 """Pattern of the first word of a step's description."""
