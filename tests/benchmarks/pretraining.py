@@ -7,6 +7,8 @@ A part is a file beside this one, `pretraining_PART.py`, with a function `figure
 reason for skipping the part under `skipped`. The parts forecast, laws and regmix share pretraining_forecast.py. Times are CPU seconds of
 one process.
 
+The part mixed, of pages with formulas or code in twelve languages, is in pretraining_kinds.py.
+
 Without `--part` and `--whole`, only what takes minutes on two cores is measured: the parts of `SHORT`, with one seed each, and of the phases
 all but the needle. `--whole` measures every part, with five seeds.
 """
@@ -22,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / ".pkg")]
-OWN = {"laws": "pretraining_forecast", "regmix": "pretraining_forecast"}
+OWN = {"laws": "pretraining_forecast", "regmix": "pretraining_forecast", "mixed": "pretraining_kinds"}
 """Parts that are functions of another part's file."""
 SHORT = ("phases", "laws", "regmix")
 """Parts that take minutes on two cores with one seed."""

@@ -4,6 +4,10 @@ Universal Declaration of Human Rights in further languages.
 `kinds_right_…`: shares of documents in other languages classified as multilingual, and of English ones not so classified. The control is
 the knowledge type (`domain`): how often a translation gets the type of its English original, compared with the share of the most common
 type.
+
+`kinds_of_pages_…`: news in twelve languages as they are, with code of MBPP or with paragraphs of formulas (arXiv) between their sentences,
+and problems of GSM8K: the share whose kind is right. Code is code in any language, formulas are mathematics in English and multilingual
+elsewhere, as the language signal has it. The controls are the most common kind, and the kinds without `min_formulas`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import random
 import tempfile
 from collections import Counter
 from typing import Any
@@ -24,7 +29,7 @@ from puna.stages.curate.language import LanguageConfig, language
 from puna.stages.pretrain.split import KindsConfig, SplitConfig, split
 from puna.storage import Artifact, Store
 from tests.benchmarks.pretraining_forecast import DATA
-from tests.benchmarks.pretraining_phases import documents
+from tests.benchmarks.pretraining_phases import documents, lines
 
 
 def read(path: str) -> list[dict[str, Any]]:
@@ -76,6 +81,62 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
         "types_as_english_hindi": same["hin"] / count["hin"], "types_as_english_japanese": same["jpn"] / count["jpn"],
         "types_as_english_german": same["deu"] / count["deu"], "types_most_common": common, "kinds_languages": len(count),
     }  # fmt: skip
+
+
+LANGUAGES = ("eng", "hin", "jpn", "swa", "deu", "rus", "arb", "zho-CN", "kor", "fra", "vie", "tur")
+
+
+def mixed_pages(draw: random.Random) -> list[tuple[str, str, str]]:
+    """Return (language, content, text) of news as they are, news with code, news with formulas, and problems of GSM8K."""
+    code = lines(DATA / "mbpp" / "mbpp.jsonl", "code")
+    papers = [part for text in lines(DATA / "text_misc" / "dj_arxiv.jsonl", "text") for part in text.split("\n\n")]
+    formulas = [part for part in papers if part.count("$") >= 4 and 80 < len(part) < 700]
+    pages = []
+    for row in read("languages/ntrex_dev.jsonl.zst"):
+        if row["language"] not in LANGUAGES:
+            continue
+        groups = [" ".join(row["sentences"][i : i + 3]) for i in range(0, min(12, len(row["sentences"])), 3)]
+        pages.append((row["language"], "general", "\n".join(row["sentences"])))
+        for content, blocks in (("code", code), ("formulas", formulas)):
+            pages.append((row["language"], content, "\n".join(part for group in groups for part in (group, draw.choice(blocks)))))
+    problems = lines(DATA / "gsm8k" / "train.jsonl", "question", "answer")
+    return pages + [("eng", "problems", "\n".join(draw.sample(problems, 4))) for _ in range(200)]
+
+
+def mixed(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the share of mixed pages whose kind is right, by content, and its controls. The classifiers learn from these and web pages."""
+    if not (DATA / "languages").exists() or not (DATA / "web_wcxb_dev").exists():
+        return {"skipped": f"{DATA} lacks languages or web_wcxb_dev"}
+    pages = mixed_pages(random.Random(7))
+    web = [text for row in read("web_wcxb_dev/dev_truth.jsonl.zst") if (text := text_of(row))]
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store.open(folder)
+        docs = documents(store, [text for _, _, text in pages] + web)
+        typed = execute(train_domains, TrainDomainsConfig(), {"documents": docs}, store)
+        technical = execute(train_code_reasoning, TrainCodeReasoningConfig(), {"documents": docs}, store)
+        languages = execute(language, LanguageConfig(), {"documents": docs}, store)
+        signals = [
+            execute(domains, StageConfig(), {"documents": docs, "classifier": typed}, store), languages,
+            execute(code_reasoning, StageConfig(), {"documents": docs, "classifier": technical}, store),
+        ]  # fmt: skip
+        own, before = (
+            column(execute(split, SplitConfig(kinds=kinds), {"documents": docs, "signals": signals}, store), "category")[: len(pages)]
+            for kinds in (KindsConfig(), KindsConfig(min_formulas=10**6))
+        )
+        spoken = column(languages, "language")
+    right: dict[tuple[str, str], list[list[bool]]] = {}
+    for (name, content, _), code, *kinds in zip(pages, spoken, own, before, strict=False):
+        english = name == "eng" if content == "general" else code in ("en", "zxx")
+        wanted = {"code": "code", "general": "general"}.get(content, "mathematics_reasoning")
+        wanted = wanted if content == "code" or english else "multilingual"
+        right.setdefault((name, content), []).append([kind == wanted for kind in kinds])
+    shares = {f"{name} {content}": [sum(side) / len(some) for side in zip(*some, strict=True)] for (name, content), some in right.items()}
+    result: dict[str, Any] = {"kinds_of_pages_by_language": {name: [round(share, 3) for share in pair] for name, pair in shares.items()}}
+    for content in ("general", "code", "formulas", "problems"):
+        pairs = [pair for (_, one), some in right.items() if one == content for pair in some]
+        sides = [sum(side) / len(pairs) for side in zip(*pairs, strict=True)]
+        result |= {f"kinds_of_pages_{content}": sides[0], f"kinds_of_pages_{content}_before": sides[1]}
+    return result | {"kinds_of_pages_most_common": max(Counter(own).values()) / len(own), "kinds_of_pages": len(pages)}
 
 
 def text_of(row: dict[str, Any]) -> str:
