@@ -64,7 +64,7 @@ class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
 def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """Return messages about a missing chat template, memory, engine package, or reward model with the policy's tokenizer."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
-    missing += without_vllm(config.engine, "engine")
+    missing += [*without_vllm(config.engine, "engine"), *config.scoring.unmet("scoring")]
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config, config)]
 
 

@@ -66,7 +66,7 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
     if not config.endpoints and "models" not in facts.inputs:
         refused.append("models: no model was given; give one with --input models=…, or set endpoints")
     refused += [line for endpoint in config.endpoints for line in endpoint.unmet("endpoints")]
-    return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *refused]
+    return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *config.scoring.unmet("scoring"), *refused]
 
 
 @stage(kind="answers", device=True, ranks=True, needs=needs, named=verifiers_named)

@@ -96,7 +96,7 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
-    return config.serving.unmet("serving")
+    return [*config.serving.unmet("serving"), *config.answers.scoring.unmet("answers.scoring")]
 
 
 @stage(kind="evaluation", ranks=True, needs=needs, named=verifiers_named)

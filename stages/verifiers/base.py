@@ -168,3 +168,7 @@ class ScoringConfig(StageConfig):
         None, description="Model at an endpoint that grades for `judge` verifiers without a model; null: a model of the input `judges`"
     )
     reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum tokens of a grading model's reply, including its reasoning")
+
+    def unmet(self, where: str) -> list[str]:
+        """Return a message if the endpoint's API key is not set. `where`: the name of the field with these settings."""
+        return [] if self.endpoint is None else self.endpoint.unmet(f"{where}.endpoint")

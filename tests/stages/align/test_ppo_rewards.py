@@ -31,6 +31,7 @@ from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.contract import Facts, InputFacts, Model, Prompts, SeededConfig, StageRun, execute, stage
 from puna.stages.conversations import answering, asking, prompt_ids
+from puna.stages.evaluation.evaluate import EvaluateConfig, evaluate
 from puna.stages.training.rewards import rewards_of
 from puna.stages.training.settings import AdapterConfig
 from puna.stages.verifiers import scoring
@@ -133,6 +134,18 @@ def test_vllm_is_refused_where_it_is_not_or_reads_no_whole_weights(monkeypatch: 
     assert grpo.needs(config.replace(engine="puna"), facts) == []
     with pytest.raises(ValueError, match="without merging adapters; set method to full"):
         GrpoConfig(engine="vllm", method="lora")
+
+
+def test_a_judge_without_its_key_is_refused_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    scoring = {"endpoint": {"base_url": "http://127.0.0.1:9/v1", "model": "m", "key": "JUDGE_KEY"}}
+    facts = Facts({"policy": (InputFacts("model", None, None),), "models": (InputFacts("model", None, None),)}, None)
+    configs = {"scoring": (grpo, GrpoConfig(scoring=scoring)), "answers.scoring": (evaluate, EvaluateConfig(answers={"scoring": scoring}))}
+    for where, (one, config) in {**configs, "scoring ": (sample, SampleConfig(scoring=scoring))}.items():
+        message = f"{where.strip()}.endpoint.key: the environment variable JUDGE_KEY is not set; set it to the API key of http://127.0.0.1:9/v1"
+        assert one.needs(config, facts) == [message]
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    assert grpo.needs(GrpoConfig(scoring=scoring), facts) == []
 
 
 def test_a_policy_in_bf16_begins_where_its_reference_is(tmp_path: Path, tiny_model: Tiny) -> None:
