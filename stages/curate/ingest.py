@@ -15,13 +15,12 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
 from puna.stages.reading import readers
 from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, Job, jobs_of, suffix
-from puna.stages.reading.pages import NO_PAGE, Page, Rejected, page_id, rejected_id, repetitions
+from puna.stages.reading.pages import NO_PAGE, UNREADABLE, Page, Rejected, page_id, rejected_id, repetitions
 from puna.stages.reading.rows import FORMATS as TABLES
 from puna.stages.reading.rows import SIDECARS
 from puna.stages.reading.warc import read_warc
@@ -85,8 +84,9 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     """Read pages from WARC, WET, folders of pages, Parquet, JSON Lines, JSON arrays, CSV and Hugging Face data sets.
 
     Every record becomes a page or a row of `dropped` (not_a_response, not_a_page, http_status, content_type, empty, body_too_large,
-    truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record; failed if reading it raised an error). A
-    page's id is a hash of source, URL, time, media type and body, not of its position in the inputs. Raise PunaError if no page is kept."""
+    truncated_record, malformed_record, record_too_large, undecodable_body, duplicate_record; failed if reading it raised an error); so does
+    a file that cannot be read, or the rest of it (unreadable_file). A page's id is a hash of source, URL, time, media type and body, not of
+    its position in the inputs. Raise PunaError if no page is kept."""
     jobs = list(_jobs(inputs, config))
     input_bytes = sum(job.file.bytes * PACKED if job.file else HUB_BYTES for job in jobs)
     batches = list(_batches(jobs))
@@ -104,7 +104,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
         outcomes = f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{hints(rules)}" if rules else ""
         raise PunaError(
             f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}"
-            f"{outcomes}{_kinds(without, examples) if 'not_a_page' in rules else ''}"
+            f"{outcomes}{_kinds(without, examples) if rules.keys() & {'not_a_page', UNREADABLE} else ''}"
         )
     run.metric("files", len(jobs))
     if without:
@@ -168,13 +168,16 @@ def hints(rules: Container[str]) -> str:
 
 
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
-    """Raise PunaError if the inputs cannot be read as configured. Every Parquet file must have the named columns. At least one file must
-    contain a row (Parquet), a row that gives a page (JSON, CSV), or a byte (other formats)."""
-    results = [_first(job, config) for job in _jobs(inputs, config)]
-    if not any(one is True for one in results):
-        rejected = next((one for one in results if isinstance(one, Rejected)), None)
-        wrong = f" that can be read: {rejected.detail}{hints([rejected.rule])}" if rejected else ": there is nothing to read"
-        raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows{wrong}")
+    """Raise PunaError if the inputs cannot be read as configured. At least one file must contain a row and the named columns (Parquet), a
+    row that gives a page (JSON, CSV), or a byte (other formats)."""
+    rejected: Rejected | None = None
+    for job in _jobs(inputs, config):
+        first = _first(job, config)
+        if first is True:
+            return
+        rejected = rejected or first or None
+    wrong = f" that can be read: {rejected.detail}{hints([rejected.rule])}" if rejected else ": there is nothing to read"
+    raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows{wrong}")
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
@@ -212,26 +215,18 @@ def first_rejection(inputs: list[External], config: IngestConfig) -> Rejected | 
 
 def _first(job: Job, config: IngestConfig) -> bool | Rejected:
     """Return True if a file may contain pages. A JSON or CSV file is read up to its first page; without one, return its first rejection."""
-    if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv"):
+    if job.file is None or job.format not in ("parquet", "jsonl", "csv", "tsv", "arc"):
         return job.file is None or job.file.bytes > 0
     wrong: Rejected | None = None
-    with job.file.open() as handle:
-        if job.format == "parquet":
-            return bool(pq.ParquetFile(handle).metadata.num_rows)
-        for row in _rows(job, handle, job.file.location, config):
-            if isinstance(row, Page):
-                return True
-            wrong = wrong or row
+    for row in _records(job, config):
+        if isinstance(row, Page) or (job.format == "parquet" and row.rule != UNREADABLE):
+            return True
+        wrong = wrong or row
     return wrong or False
 
 
-def _rows(job: Job, handle: BinaryIO, name: str, config: IngestConfig) -> Iterator[Page | Rejected]:
-    kind = "json" if job.format == "jsonl" else job.format
-    return readers.read_table(handle, job.source, name, kind, config.columns_of(job.source), ROW_BYTES * config.max_body_bytes)
-
-
 def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
-    """Yield a job per file. Raise PunaError for an unknown name in `config.inputs`, an ARC archive, or a missing Parquet column."""
+    """Yield a job per file. Raise PunaError for an unknown name in `config.inputs`."""
     names = [external.name for external in inputs]
     if unknown := sorted(set(config.inputs).difference(names)):
         raise PunaError(f"ingest.inputs names {unknown[0]!r}, but the inputs are named {', '.join(names)}")
@@ -240,11 +235,7 @@ def _jobs(inputs: list[External], config: IngestConfig) -> Iterator[Job]:
     def format_(external: External, file: ExternalFile) -> str | None:
         if external.name in saved and file.name.rsplit("/", 1)[-1] in SIDECARS:
             return None
-        kind = config.format if config.format != "auto" else _format(file)
-        if kind == "parquet":
-            with file.open() as handle:
-                readers.parquet_columns(handle, file.location, config.columns_of(external.name))
-        return kind
+        return config.format if config.format != "auto" else _format(file)
 
     return jobs_of(inputs, config.dataset_subset, config.dataset_split, format_)
 
@@ -258,7 +249,7 @@ def _format(file: ExternalFile) -> str:
     with file.open() as handle:
         head = handle.read(1 << 16)
     if _begins(head, b"filedesc://"):
-        raise PunaError(f"{file.location}: ARC archives are not supported; convert it to WARC (warcio recompress OLD.arc.gz NEW.warc.gz)")
+        return "arc"
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((GZIP_MAGIC, ZSTD_MAGIC, ZSTD_DICTIONARY_MAGIC)):
@@ -317,16 +308,27 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
         yield from readers.read_stream(job.stream(), job.source, job.name, config.columns_of(job.source))
         return
     with errors_at(f"input {job.file.location}: the file no longer exists", FileNotFoundError), closing(job.file.open()) as handle:
-        if job.format == "warc":
-            yield from read_warc(handle, job.name, config.max_body_bytes)
-        elif job.format == "parquet":
-            yield from readers.read_parquet(handle, job.source, job.name, config.columns_of(job.source), config.max_body_bytes)
-        elif job.format in ("jsonl", "csv", "tsv"):
-            yield from _rows(job, handle, job.name, config)
-        elif job.format == "dataset":
-            yield from readers.read_arrow(handle, job.source, job.name, config.columns_of(job.source))
-        else:
-            yield from readers.read_file(handle, job.source, job.name, config.max_body_bytes)
+        try:
+            yield from _in_file(job, handle, config)
+        except PunaError as error:
+            yield Rejected(UNREADABLE, job.name, str(error))
+
+
+def _in_file(job: Job, handle: BinaryIO, config: IngestConfig) -> Iterator[Page | Rejected]:
+    columns = config.columns_of(job.source)
+    if job.format == "arc":
+        raise PunaError(f"{job.name}: ARC archives are not supported; convert it to WARC (warcio recompress OLD.arc.gz NEW.warc.gz)")
+    if job.format == "warc":
+        yield from read_warc(handle, job.name, config.max_body_bytes)
+    elif job.format == "parquet":
+        yield from readers.read_parquet(handle, job.source, job.name, columns, config.max_body_bytes)
+    elif job.format in ("jsonl", "csv", "tsv"):
+        kind = "json" if job.format == "jsonl" else job.format
+        yield from readers.read_table(handle, job.source, job.name, kind, columns, ROW_BYTES * config.max_body_bytes)
+    elif job.format == "dataset":
+        yield from readers.read_arrow(handle, job.source, job.name, columns)
+    else:
+        yield from readers.read_file(handle, job.source, job.name, config.max_body_bytes)
 
 
 def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bool]) -> Page | Rejected:

@@ -46,8 +46,8 @@ def sniff(external: External) -> Found | None:
     examples: dict[Found, str] = {}
     without: PunaError | None = None
     for file in every:
-        rows = [dict(flat(row)) for row in itertools.islice(_rows(file), max(ROWS // len(every), 1))]
         try:
+            rows = [dict(flat(row)) for row in itertools.islice(_rows(file), max(ROWS // len(every), 1))]
             found = fields_of(rows, file.location) if rows else None
         except PunaError as error:
             without = without or error

@@ -30,7 +30,8 @@ class Rejected(NamedTuple):
     threshold: float | None = None
 
 
-NO_PAGE = ("not_a_page", "not_a_response", "content_type")  # rules for records that are not pages; they are counted separately
+UNREADABLE = "unreadable_file"  # rule for a file, or the rest of a file, that cannot be read
+NO_PAGE = ("not_a_page", "not_a_response", "content_type", UNREADABLE)  # rules for records that are not pages; they are counted separately
 
 
 def page_id(source: str, page: Page) -> str:

@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.stages.reading.bodies import gunzip
+from puna.stages.reading.bodies import gunzip, unzstd
 from puna.stages.reading.columns import TEXTS, Unread, batches, open_parquet, records, unpacked_bytes, values
 from puna.stages.reading.dates import moment
-from puna.stages.reading.files import DAMAGE, Unpacking, address, address_of, decompress, field_at, suffix
+from puna.stages.reading.files import DAMAGE, GZIP_MAGIC, ZSTD_MAGIC, Unpacking, address, address_of, decompress, field_at, suffix
 from puna.stages.reading.pages import Page, Rejected
 from puna.stages.reading.rows import Row, is_text, read_rows
 from puna.storage import PunaError
@@ -67,10 +67,12 @@ def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Itera
         yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is not a known type of page")
         return
     try:
-        if name.lower().endswith(".gz"):
-            body = gunzip(handle.read(2 * max_bytes + PACKED_ROOM), max_bytes)
-        else:
+        if name.lower().endswith((".zst", ".xz")):
             body = decompress(handle, name).read(max_bytes + 1)
+        elif (body := handle.read(max_bytes + 1)).startswith(GZIP_MAGIC) or name.lower().endswith(".gz"):
+            body = gunzip(body + handle.read(max_bytes + PACKED_ROOM), max_bytes)
+        elif body.startswith(ZSTD_MAGIC):
+            body = unzstd(body + handle.read(max_bytes + PACKED_ROOM), max_bytes)
     except DAMAGE as error:
         yield Rejected("truncated_record", name, f"{name}: {error}")
         return
@@ -86,11 +88,6 @@ def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Col
             rule = FAULTS.get(record.rule, "malformed_record")
             where = f"row {record.number}{f', field {record.field}' if record.field else ''}"
             yield Rejected(rule, f"{name}#{record.number - 1}", f"{name}, {where}: {record.reason}")
-
-
-def parquet_columns(handle: BinaryIO, name: str, columns: Columns) -> list[str]:
-    """Return the columns to read from a Parquet file; raise PunaError for a missing column or an unreadable file."""
-    return _existing(open_parquet(handle, name)[0].schema_arrow.names, name, columns)
 
 
 def read_parquet(handle: BinaryIO, source: str, name: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:

@@ -25,7 +25,7 @@ from fastwarc.warc import ArchiveIterator
 
 from puna.stages.contract import External, execute, external
 from puna.stages.curate import ingest as stages_ingest
-from puna.stages.curate.ingest import IngestConfig, ingest
+from puna.stages.curate.ingest import IngestConfig, check_inputs, ingest
 from puna.stages.reading import warc, warc_frames
 from puna.stages.reading.dates import microseconds, moment
 from puna.stages.reading.field_detection import sniff
@@ -591,7 +591,39 @@ def test_html_columns_and_places_of_rows_without_address(tmp_path):
     assert (row["content_type"], row["url"], row["body"]) == ("text/html", "file:///t/t.parquet/0", b"<p>x</p>")
 
 
-def test_a_parquet_file_without_the_column_is_refused_before_anything_is_read(tmp_path):
+def test_files_that_cannot_be_read_cost_only_themselves(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": ["one", "two"]}), folder / "good.parquet")
+    data = (folder / "good.parquet").read_bytes()
+    files = {"cut.parquet": data[: len(data) // 2], "magic.parquet": b"XXXX" + data[4:-4] + b"XXXX", "empty.parquet": b"", "twice.csv": b"a,a\n1,2\n"}
+    files |= {"old.arc": b"filedesc://x 0.0.0.0 2008 text/plain 76\n1 0 X\n", "cut.csv.gz": gzip.compress(b"text\nx\n" * 99)[:12]}
+    for name, body in files.items():
+        (folder / name).write_bytes(body)
+    pq.write_table(pa.table({"content": ["x"]}), folder / "none.parquet")
+    check_inputs(External.resolve(str(folder)), IngestConfig())
+    made = read(tmp_path, folder)
+    dropped = {row["detail"].partition(":")[0]: (row["rule"], row["detail"]) for row in made.read("dropped").to_pylist()}
+    assert made.rows() == 2 and dropped.keys() == {*files, "none.parquet"} and {rule for rule, _ in dropped.values()} == {"unreadable_file"}
+    assert "it has content. Name another one with ingest.text_column" in dropped["none.parquet"][1]
+    metrics = made.manifest.metrics
+    assert (metrics["dropped_unreadable_file"], metrics["files_without_page"]) == (7, 7)
+    assert metrics["files_without_page_are"].startswith("4 .parquet (cut.parquet: not a readable Parquet file")
+
+
+def test_files_that_are_compressed_but_not_named_so_are_read(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, body in {"a.html": gzip.compress(b"<p>one</p>"), "b.txt": gzip.compress(b"two"), "c.md": zstandard.compress(b"three")}.items():
+        (folder / name).write_bytes(body)
+    (folder / "cut.html").write_bytes(gzip.compress(bytes(range(256)) * 9)[:100])
+    (folder / "large.html").write_bytes(gzip.compress(b"x" * 5000))
+    made = read(tmp_path, folder, config=IngestConfig(max_body_bytes=2000))
+    assert sorted(made.read()["body"].to_pylist()) == [b"<p>one</p>", b"three", b"two"]
+    assert rules(made) == ["body_too_large", "truncated_record"]
+
+
+def test_a_parquet_file_without_the_column_is_refused_if_it_is_the_only_one(tmp_path):
     pq.write_table(pa.table({"content": ["x"]}), tmp_path / "t.parquet")
     with pytest.raises(PunaError, match=r"t\.parquet: no column 'text'; it has content.*ingest\.text_column"):
         read(tmp_path, tmp_path / "t.parquet")
