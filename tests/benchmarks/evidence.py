@@ -20,16 +20,17 @@ Human Rights), the number of which `clean` keeps no document; `languages_lost_wh
 by a bound on stop words computed from the Declaration alone. Without news, that rule abstains. `harm` (`--harm FOLDER` or `FOLDER/harm`, as
 `harm_sets.py` describes it): AUC of the harm model for each category, for answers of language models that people scored as harmful (at
 least .5 of 1) and that trained nothing. `..._auc_answers`: against answers scored at most .25, mostly to the same requests; `..._auc_web`:
-against WCXB's development pages and Wikipedia articles on near subjects that trained nothing, cut to the same lengths. `_low` and `_high`:
-95 % interval; `_word_list`, `_sexual_words`, `_length`: the same for a list of bad words by category, `dirty_word_ratio`, and the number of
-words. `harm_auc_min` is the worst category's `..._auc_answers`, `harm_auc_min_web` its `..._auc_web`. `harm_pages_above_TYPE`,
-`harm_good_words_above_TYPE`: share of the development pages, and of their words, that the rules of `select_model.harm` drop;
-`harm_articles_above_CATEGORY`: share of the Wikipedia articles on subjects near a category. `extraction`, run only if named (it trains four
-models, takes half an hour on one core, and needs lightgbm): F1 of words compared with trafilatura. `f1_unseen_sites` is that of
-`curation_extract.py --unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py` from sites that were used
-neither for the rules nor for the weights of the shipped extractor. `--write` writes the rows of the recipe `clean` to
-`flows/report/rule_evidence.tsv`, which the report shows, followed by one row for each shipped recipe: a digest of its rules, and the shares
-that all its rules drop together. `tests/flows/test_rule_evidence.py` compares them.
+against the half of WCXB's development pages and Wikipedia articles on near subjects that trained nothing, cut to the same lengths. `_low`
+and `_high`: 95 % interval; `_word_list`, `_sexual_words`, `_length`: the same for a list of bad words by category, `dirty_word_ratio`, and
+the number of words. `harm_auc_min` is the worst category's `..._auc_web`, `harm_auc_min_answers` its `..._auc_answers`.
+`harm_CATEGORY_caught` and `..._harmless_above`: share of the harmful and of the harmless answers above the default bound of the rule.
+`harm_pages_above_TYPE`, `harm_good_words_above_TYPE`: share of the development pages, and of their words, that the rules of
+`select_model.harm` drop; `harm_articles_above_CATEGORY`: share of the Wikipedia articles on subjects near a category. `extraction`, run
+only if named (it trains four models, takes half an hour on one core, and needs lightgbm): F1 of words compared with trafilatura.
+`f1_unseen_sites` is that of `curation_extract.py --unseen-sites`; `f1_articles` is the mean over the articles of `curation_articles.py`
+from sites that were used neither for the rules nor for the weights of the shipped extractor. `--write` writes the rows of the recipe
+`clean` to `flows/report/rule_evidence.tsv`, which the report shows, followed by one row for each shipped recipe: a digest of its rules, and
+the shares that all its rules drop together. `tests/flows/test_rule_evidence.py` compares them.
 """
 
 from __future__ import annotations

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import curation_articles
 import numpy as np
 import pyarrow as pa
-from harm_sets import HARMFUL, HARMLESS, SLURS, table, test_set, wikipedia
+from harm_sets import HARMFUL, HARMLESS, SLURS, development_pages, table, test_set, wikipedia
 from numpy.typing import NDArray
 from quality import auc
 
 from puna.models.classifiers.harm import CATEGORIES, harm_chances, load
+from puna.stages.curate.rules.groups import HarmRules
 from puna.stages.curate.signals.measure import measure
 
-BOUND = 0.5
+BOUNDS = np.array([getattr(HarmRules(), f"max_{name}") for name in CATEGORIES])
 WORD = re.compile(r"[a-z@0-9']+")
 TOPICS = {
     "hate": "rac(?:e|ism|ial)|slavery|apartheid|genocide|antisemit|nazi|ethnic|holocaust|segregat",
@@ -39,7 +38,8 @@ def chances(texts: Sequence[str]) -> NDArray[np.float64]:
 def figures(harm: Path, data: Path) -> dict[str, float]:
     """Return the figures of the part `harm`."""
     judged, result = test_set(harm), {}
-    ordinary = [text for page in development_pages(data).values() for text in page]
+    pages = _pages(data)
+    ordinary = [text for texts in pages.values() for text in texts]
     near = _near(harm)
     listed = _listed(harm)
     for k, name in enumerate(CATEGORIES):
@@ -59,18 +59,17 @@ def figures(harm: Path, data: Path) -> dict[str, float]:
                 if not scorer:
                     low, high = _interval(values, marks)
                     result |= {f"harm_{name}_auc_{against}_low": low, f"harm_{name}_auc_{against}_high": high}
-    for against in ("answers", "web"):
-        result[f"harm_auc_min_{against}"] = min(result[f"harm_{name}_auc_{against}"] for name in CATEGORIES)
-    return result | _false_alarms(data, near)
+        for title, texts in (("caught", harmful), ("harmless_above", harmless)):
+            result[f"harm_{name}_{title}"] = float((chances(texts)[:, k] > BOUNDS[k]).mean())
+    for figure, against in (("harm_auc_min", "web"), ("harm_auc_min_answers", "answers")):
+        result[figure] = min(result[f"harm_{name}_auc_{against}"] for name in CATEGORIES)
+    return result | _false_alarms(pages, near)
 
 
-def development_pages(data: Path) -> dict[str, list[str]]:
-    """Return the main texts of WCXB's development pages by type; none of them trained the model."""
+def _pages(data: Path) -> dict[str, list[str]]:
     result: dict[str, list[str]] = defaultdict(list)
-    for line in curation_articles._unpacked(data / "web_wcxb_dev/dev_truth.jsonl.zst").splitlines():
-        row = json.loads(line)
-        if "file_id" in row and (text := row["ground_truth"].get("main_content")):
-            result[row["_internal"]["page_type"]["primary"]].append(text)
+    for kind, text in development_pages(data, 1):
+        result[kind].append(text)
     return result
 
 
@@ -111,24 +110,24 @@ def _interval(values: NDArray[np.float64], marks: NDArray[np.bool_], draws: int 
     return float(np.quantile(results, 0.025)), float(np.quantile(results, 0.975))
 
 
-def _false_alarms(data: Path, near: dict[str, list[str]]) -> dict[str, float]:
+def _false_alarms(pages: dict[str, list[str]], near: dict[str, list[str]]) -> dict[str, float]:
     result = {}
     words = lost = 0
-    for kind, texts in sorted(development_pages(data).items()):
-        above = chances(texts) > BOUND
+    for kind, texts in sorted(pages.items()):
+        above = chances(texts) > BOUNDS
         sizes = np.array([len(text.split()) for text in texts])
         result[f"harm_pages_above_{kind}"] = float(above.any(1).mean())
         result[f"harm_good_words_above_{kind}"] = float(sizes[above.any(1)].sum() / sizes.sum())
         words, lost = words + sizes.sum(), lost + sizes[above.any(1)].sum()
     for k, name in enumerate(CATEGORIES):
-        above = chances(near[name])[:, k] > BOUND
+        above = chances(near[name])[:, k] > BOUNDS[k]
         result |= {f"harm_articles_{name}": float(len(above)), f"harm_articles_above_{name}": float(above.mean())}
     return result | {"harm_good_words_above": float(lost / words)}
 
 
 def read_above(harm: Path, data: Path, count: int) -> None:
     """Print the innocent texts with the highest scores."""
-    texts = [text for page in development_pages(data).values() for text in page] + [text for own in _near(harm).values() for text in own]
+    texts = [text for own in _pages(data).values() for text in own] + [text for own in _near(harm).values() for text in own]
     texts = list(dict.fromkeys(texts))
     scores = chances(texts)
     for n in np.argsort(-scores.max(1))[:count]:

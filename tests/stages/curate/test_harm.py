@@ -160,8 +160,11 @@ def test_training_finds_the_words_of_a_category() -> None:
     # 5 words and 4 pairs; a text of fewer than SCALE words counts as SCALE words.
     assert rows[0].sum() == pytest.approx(9 / model.SCALE**0.5)
     marks = np.array([text.labels[1] for text in made])
-    found = training.fit(rows, marks, np.ones(60))
+    first = np.zeros(model.BUCKETS)
+    first[bucket(hashed("river"))] = 3.0
+    found = training.fit(rows, marks, np.ones(60), first)
     assert found[bucket(hashed("stab"))] > 0.5 and found[bucket(hashed("help"))] < -0.5 and abs(found[bucket(hashed("people"))]) < 0.1
     # The gradient is zero: the residuals weighted by a feature equal the penalty.
     residuals = marks - 1 / (1 + np.exp(-(rows @ found[:-1] + found[-1])))
-    assert rows.T @ residuals == pytest.approx(training.SHRINKAGE * found[:-1], abs=1e-3) and residuals.sum() == pytest.approx(0, abs=1e-3)
+    assert found[bucket(hashed("river"))] == 3  # no text has the word
+    assert rows.T @ residuals == pytest.approx(training.SHRINKAGE * (found[:-1] - first), abs=1e-3) and residuals.sum() == pytest.approx(0, abs=1e-3)
