@@ -256,7 +256,7 @@ class QualityRules(WebRules):
     min_rank: Share = below("quality_rank", 0.1, "Minimum quality rank: 0.1 drops the worst tenth", "keep")
 
 
-class HarmRules(RuleGroup):
+class HarmRules(WebRules):
     """Rules on harm by category, for documents whose language the stage `harm` scores. The thresholds are Puna's own."""
 
     max_hate: Share = above("harm_hate", 0.8, "Maximum probability of hate", "keep")
