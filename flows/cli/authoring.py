@@ -38,14 +38,18 @@ def stages(modules: ModuleOption = None) -> None:
 
 @app.command()
 def fields(name: NameArgument, modules: ModuleOption = None) -> None:
-    """Print the JSON schema of a stage's configuration or of a flow's recipes: every field with its default and meaning."""
+    """Print the JSON schema of a stage's configuration, of a step or setting of a recipe, or of a flow's recipes: every field with its
+    default and meaning."""
     from puna.flows.engine.declare import Flow
     from puna.flows.engine.launch import target_named
-    from puna.flows.engine.trace import schema
+    from puna.flows.engine.trace import config_schema, load_flows, load_stages, schema, schema_named
 
     import_modules(modules)
-    target = target_named(name)
-    typer.echo(json.dumps(schema(target) if isinstance(target, Flow) else target.config.model_json_schema(), indent=1))
+    own = schema_named(name) if name not in {**load_flows(), **load_stages()} else None
+    if own is None:
+        target = target_named(name)
+        own = schema(target) if isinstance(target, Flow) else config_schema(target)
+    typer.echo(json.dumps(own, indent=1))
 
 
 @app.command("demo-pages")

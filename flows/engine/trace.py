@@ -211,6 +211,22 @@ def complaints_of(ask: Any) -> list[str]:
     return []
 
 
+def config_schema(stage: Stage, **options: Any) -> dict[str, Any]:
+    """Return the JSON schema of a stage's configuration. A stage without fields is described by its own docstring."""
+    own = stage.config.model_json_schema(**options)
+    return own | {"title": stage.name, "description": first_sentence(stage.doc)} if stage.config is StageConfig else own
+
+
+def schema_named(name: str) -> dict[str, Any] | None:
+    """Return the schema of a step or setting that a recipe of any flow can hold; None if there is none of this name."""
+    for flow in load_flows().values():
+        if (step := fields(flow).get(name)) is not None:
+            return config_schema(step.stage)
+        if (own := schema(flow)["properties"].get(name)) is not None:
+            return dict(own)
+    return None
+
+
 def schema(flow: Flow) -> dict[str, Any]:
     """Return the JSON schema of the flow's recipes, for forms and editors."""
     outline = everything(flow)
@@ -222,7 +238,7 @@ def schema(flow: Flow) -> dict[str, Any]:
         typed: dict[str, Any] = {"type": "boolean"} if isinstance(setting.default, bool) else bounds
         properties[setting.name] = {**typed, "default": setting.default, "description": setting.description}
     for name, step in fields(flow).items():
-        own = step.stage.config.model_json_schema(ref_template="#/$defs/{model}")
+        own = config_schema(step.stage, ref_template="#/$defs/{model}")
         definitions.update(own.pop("$defs", {}))
         kind = step.stage.config.__name__
         definitions[kind] = own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,12 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
+from typer.testing import CliRunner
 
+from puna.flows.cli.main import app
 from puna.flows.engine import launch
-from puna.flows.engine.declare import FLOWS, Output, in_round
+from puna.flows.engine.declare import FLOWS, Output, first_sentence, in_round
 from puna.flows.engine.inputs import is_artifact, latest
 from puna.flows.engine.recipe import Recipe, overridden, shipped_recipes
-from puna.flows.engine.trace import Trace, everything, fields, flow_named, load, load_flows, load_stages, schema, trace
+from puna.flows.engine.trace import (
+    Trace,
+    config_schema,
+    everything,
+    fields,
+    flow_named,
+    load,
+    load_flows,
+    load_stages,
+    schema,
+    schema_named,
+    trace,
+)
 from puna.stages.align.dpo import dpo
 from puna.stages.align.sft import SftConfig
 from puna.stages.contract import External, Stage, StageConfig, StageRun, execute, stage
@@ -654,3 +669,13 @@ def test_stages_outside_a_flow_say_so() -> None:
         step(line_dedup)
     with pytest.raises(PunaError, match="no flow is in progress"):
         step(prompts)
+
+
+def test_every_name_that_a_recipe_can_hold_has_a_schema_with_its_own_description():
+    names = {name for flow in load_flows().values() for name in schema(flow)["properties"]}
+    assert {"select_model", "domains", "seed", "project"} <= names
+    found = {name: schema_named(name) for name in names}
+    assert [name for name, own in found.items() if own is None or own.get("description") == StageConfig.__doc__] == []
+    assert config_schema(load_stages()["domains"])["description"] == first_sentence(load_stages()["domains"].doc)
+    printed = CliRunner().invoke(app, ["fields", "select_model"])
+    assert printed.exit_code == 0 and json.loads(printed.stdout)["properties"].keys() == load_stages()["select"].config.model_fields.keys()
