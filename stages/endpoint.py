@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -101,14 +101,12 @@ class Endpoint:
         pool = ThreadPoolExecutor(self.config.at_once, thread_name_prefix="puna-endpoint")
         try:
             futures = {pool.submit(self._stored_reply, id_, request): id_ for id_, request in missing.items()}
-            left, done = set(futures), set[Future[Reply]]()
-            while left:
-                finished, left = wait(left, progress.BEAT, FIRST_COMPLETED)
-                progress.advance()  # requests have a timeout, and their retries a limit
-                for future in finished:
-                    done.add(future)
-                    replies[futures[future]] = future.result()
-                    self._run.progress(len(done), len(missing), f"{note} of {self.config.name}")
+            progress.advance(longest := (1 + self.config.retries) * (self.config.seconds + LONGEST_WAIT))
+            for number, future in enumerate(as_completed(futures), 1):
+                progress.advance(longest)
+                id_ = futures[future]
+                replies[id_] = future.result()
+                self._run.progress(number, len(missing), f"{note} of {self.config.name}")
         finally:
             pool.shutdown(cancel_futures=True)
         return [replies[self._id(request)] for request in requests]

@@ -19,6 +19,7 @@ from puna.flows.html.markup import size
 from puna.models.config import ModelConfig
 from puna.models.parameters import matrix_parameters, parameters
 from puna.models.training.parallel.layout import Layout
+from puna.models.training.settings import ComputeSettings
 from puna.stages.contract import Stage, StageConfig, Value, rank_jobs
 from puna.stages.conversations import prompt_ids
 from puna.stages.pretrain.pretrain import SOURCES, PretrainConfig, misfits, pretrain
@@ -26,7 +27,6 @@ from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.chosen_size import ChosenSize
 from puna.stages.training.phase import Phase
-from puna.stages.training.token_rows import row_length
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError, Store, errors_at
 
@@ -167,11 +167,11 @@ class Training:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Training:
-        row = recipe.one("tokenize", tokenize, TokenizeConfig).sequence_length
-        own = {name: f"tokenize_{name}" for name in SOURCES if recipe.values.get(f"tokenize_{name}") is not None}
-        rows = {name: recipe.one(label, tokenize, TokenizeConfig).sequence_length for name, label in own.items()}
+        labels = ("tokenize", *(f"tokenize_{name}" for name in SOURCES))
+        own = (name if recipe.values.get(name) is not None else "tokenize" for name in labels)
+        rows = [recipe.one(name, tokenize, TokenizeConfig).sequence_length for name in own]
         config, vocabulary = recipe.one("pretrain", pretrain, PretrainConfig), recipe.one("tokenizer", tokenizer, TokenizerConfig)
-        return cls(recipe.name, config, vocabulary.vocab_size, dict.fromkeys(("initial", *SOURCES), row) | rows)
+        return cls(recipe.name, config, vocabulary.vocab_size, dict(zip(("initial", *SOURCES), rows, strict=True)))
 
     @classmethod
     def alone(cls, request: Request, place: str) -> Training:
@@ -181,7 +181,8 @@ class Training:
         inputs = {name: items[0] for name, items in pretrain.check(values).items() if items and isinstance(items[0], Artifact)}
         if lines := misfits(config, {*SOURCES} & {*inputs}):
             raise PunaError(lines[0])
-        rows = {"initial" if name == "tokens" else name: row_length(inputs[name]) for name in ("tokens", *SOURCES) if name in inputs}
+        pieces = {name: inputs[name].read(columns=["lengths"])["lengths"].to_pylist() for name in ("tokens", *SOURCES) if name in inputs}
+        rows = {name.replace("tokens", "initial"): max((sum(row) for row in some), default=1) for name, some in pieces.items()}
         return cls(request.recipe or "", config, tokenizer_of(inputs["tokenizer"]).vocab_size, rows)
 
 
@@ -213,7 +214,7 @@ def costs(
         raise PunaError("--gpus needs --gpu NAME: this machine's CPU is one device")
     training = planned.config.with_size(size) if size else planned.config
     if gpu is None:
-        free = replace(planned, config=training.replace(compute=training.compute.replace(layout=Layout())))
+        free = replace(planned, config=training.replace(compute=ComputeSettings()))
         if (flops := costs(free, LARGE, 1, given, None, asks)["flops"]) > CPU_FLOPS:
             needed = training.compute.layout.processes
             while (large := costs(planned, LARGE, needed, given, size, asks)) and (large["seconds"] is None or large["seconds"] > LONGEST):

@@ -1,8 +1,7 @@
 """One training loop for every objective.
 
 A step's batch and learning rate are functions of the step's number, and the random generator is seeded from (seed, step). So the weights,
-the optimizer's moments and the running average are the whole state, and a resumed run is bit-identical (on a GPU if `deterministic`).
-"""
+the optimizer's moments and the running average are the whole state, and a resumed run is bit-identical (on a GPU if `deterministic`)."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def train(
 
     checkpoint_dir: folder of the run's state, saved every `checkpoint_every` steps (0: at no fixed step), by time, at the end, and before
     Ctrl-C or SIGTERM ends the run (`Saver`). A run that finds a state continues from it and calls `on_step` only for new steps. Raise
-    ValueError if the state's settings, seed or initial weights differ, TrainingDiverged after `max_skipped` skipped steps in a row.
-    """
+    ValueError if the state's settings, seed or initial weights differ, TrainingDiverged after `max_skipped` skipped steps in a row."""
     identity = {"config": config.identity(), "seed": seed, "rate_scales": dict(rate_scales or {})}
     average: dict[str, Tensor] = {}
     with ExitStack() as stack:

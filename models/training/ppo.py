@@ -2,8 +2,7 @@
 
 Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. While a
 rollout is sampled, the scored waves are saved; between its updates, all inputs are saved (not with `max_stale`). On a CPU, a resumed run is
-bit-identical.
-"""
+bit-identical."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def train_ppo(
     since). If another engine answers: mismatch, its KL divergence from the policy in nats per token, and the tokens' mean importance.
 
     With `checkpoint_dir` the state is saved after each rollout and when `Saver` decides; a run that finds a state continues from it.
-    `rate_scales`: factors of the policy's learning rate by parameter name. Raise TrainingDiverged if two rollouts in a row are skipped.
-    """
+    `rate_scales`: factors of the policy's learning rate by parameter name. Raise TrainingDiverged if two rollouts in a row are skipped."""
     config = rollouts.config
     objective = Ppo(config.clip, config.entropy_weight, config.temperature)
     parts: Parts = {
@@ -110,8 +108,7 @@ def train_grpo(
     (`group_advantages`), or each step's tokens have the step's (`step_advantages`), less the whole answer's KL penalty (as in RLOO) over
     its group's mean. The penalty is not divided by the rewards' deviation: with equal rewards, the policy would then learn only the
     penalty's noise. Groups whose advantages are all 0 (within `ROUNDING`) count in the mean but are not computed, unless there is an
-    entropy bonus.
-    """
+    entropy bonus."""
     config = rollouts.config
     objective = Ppo(
         config.clip, config.entropy_weight, config.temperature, config.clip_high, config.surrogate, config.ratio, config.normalizer,

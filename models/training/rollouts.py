@@ -1,7 +1,6 @@
 """The answers of a rollout: prompts are drawn, answered by the policy, scored, and compared with the reference.
 
-Rollout k draws its prompts and its samples from (seed, k), whatever earlier rollouts drew.
-"""
+Rollout k draws its prompts and its samples from (seed, k), whatever earlier rollouts drew."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ class Rollouts(Generic[Config]):
     rank answers some prompts, and all ranks score all answers; in exact passes the answers equal one process's. `keep` stores the answers'
     rows. `generate` answers prompts, in one turn or several (`converse`). `device`: where this rank's pieces of the policy are; None: the
     policy's device. `between`: the scorer of rollouts that are not in `watched_rollouts`; None: `scorer`. `other`: returns another engine
-    for a model's weights, whose tokens get `importance_weights`; None: Puna's engine.
-    """
+    for a model's weights, whose tokens get `importance_weights`; None: Puna's engine."""
 
     policy: Transformer | Parallel
     reference: Transformer | Parallel
@@ -132,8 +130,7 @@ class Rollouts(Generic[Config]):
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of rollout number `rollout` (1-based). `remember` stores each wave of sampled and scored answers.
 
-        Raise ValueError if the engine's log-probs differ from the policy's: Puna's on the first prompt, another engine's by too much.
-        """
+        Raise ValueError if the engine's log-probs differ from the policy's: Puna's on the first prompt, another engine's by too much."""
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
         candidates = self._draw(rollout, remember)
@@ -266,8 +263,7 @@ class Source:
     """A source of rollouts: the training ranks sample on request, or separate ranks sample while others train.
 
     held: this rank's policy. folder: the run's state folder, where waves of answers are stored until their rollout ends. identity:
-    values that identify the run. `follow` is called after each wave.
-    """
+    values that identify the run. `follow` is called after each wave."""
 
     def __init__(self, rollouts: Rollouts[Any], held: Parallel, groups: Groups, folder: Path | None, identity: dict[str, Any]) -> None:
         self.rollouts, self.held, self.groups, self._folder = replace(rollouts, groups=groups), held, groups, folder

@@ -34,8 +34,6 @@ LAST_WORDS = 5.0
 """Seconds that a failed follower waits, so that rank 0, whose error is more informative, can end first."""
 END, GONE = "end", "the process with the key-value store of all ranks is gone: rank 0, or an agent of torchrun"
 ONE = Layout()
-SLURM = "JOB_ID STEP_ID STEP_NODELIST STEP_TASKS_PER_NODE NODEID PROCID LOCALID"
-"""Variables that srun sets in each task of a step, after SLURM_."""
 
 
 def number(name: str, default: int = 0, least: int = 0) -> int:
@@ -52,18 +50,21 @@ def slurm() -> dict[str, str]:
     tasks = 1 if "WORLD_SIZE" in os.environ else number("SLURM_STEP_NUM_TASKS", 1)
     if tasks == 1:
         return {}
-    if missing := ", ".join(f"SLURM_{name}" for name in SLURM.split() if not os.environ.get(f"SLURM_{name}")):
+    names = (f"SLURM_{name}" for name in ["JOB_ID", "STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "NODEID", "PROCID", "LOCALID"])
+    if missing := ", ".join(name for name in names if not os.environ.get(name)):
         raise PunaError(f"this is one of {tasks} tasks of a Slurm step, and cannot join the others without {missing}: start all with srun, "
                         "or set WORLD_SIZE=1 for a run of its own")  # fmt: skip
-    node, job, step = map(number, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
+    node, job, step = (number(f"SLURM_{name}") for name in ("NODEID", "JOB_ID", "STEP_ID"))
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])  # 8(x2),4: 8 tasks on two nodes, then 4
     here = [size for size, times in counts for _ in range(int(times or 1))][node : node + 1]
     # Of n[07-09,12]-ib,m1 the first host is n07-ib. The port is below those that the system gives out, and differs between steps.
     host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"]).split(",")[0]
-    own = {"MASTER_ADDR": host, "MASTER_PORT": str(10_000 + (31 * job + step) % 10_000), "LOCAL_WORLD_SIZE": here[0] if here else "1"}
-    own["OMP_NUM_THREADS"] = os.environ.get("SLURM_CPUS_PER_TASK", "1")
-    ranks = {"WORLD_SIZE": str(tasks), "RANK": os.environ["SLURM_PROCID"], "LOCAL_RANK": os.environ["SLURM_LOCALID"]}
-    return {name: value for name, value in own.items() if name not in os.environ} | ranks
+    own = {
+        "MASTER_ADDR": host, "MASTER_PORT": str(10_000 + (31 * job + step) % 10_000), "LOCAL_WORLD_SIZE": here[0] if here else "1",
+        "WORLD_SIZE": str(tasks), "RANK": os.environ["SLURM_PROCID"], "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "OMP_NUM_THREADS": os.environ.get("SLURM_CPUS_PER_TASK", "1"),
+    }  # fmt: skip
+    return {name: value for name, value in own.items() if name not in os.environ}
 
 
 def count() -> int:

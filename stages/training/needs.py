@@ -87,7 +87,7 @@ def memory(
         where = f" in {here} processes of the layout {layout}"
         if shape is not None and layout.axes & CUT:
             work = Work(1, 1, 1, "fp32", moments=bytes_each - HELD_BYTES - GRADIENT_BYTES, whole=whole)
-            needed = here * process_bytes(shape, work, layout)
+            needed = here * process_bytes(shape, work, layout)[0]
     if free is None or needed <= free:
         return []
     return [

@@ -48,14 +48,6 @@ def pack(tokens: Any, ids: list[str], sequence_length: int) -> dict[str, pa.Arra
     }
 
 
-def row_length(tokens: Artifact) -> int:
-    """Return the number of tokens of an artifact's longest row; raise PunaError if it has no rows."""
-    lengths = tokens.read(columns=["lengths"])["lengths"].combine_chunks()
-    if not len(lengths):
-        raise PunaError(f"{tokens.id} has no rows; give tokens of more documents")
-    return int(np.add.reduceat(lengths.flatten().to_numpy(), lengths.offsets.to_numpy()[:-1]).max())
-
-
 Ints = npt.NDArray[np.int64]
 
 

@@ -56,15 +56,12 @@ class Code(Verifier):
 
 
 def _run_chunk(jobs: list[tuple[Code, str]], config: ScoringConfig) -> list[Score]:
-    scores = list[Score]()
-    for job in jobs:
-        progress.advance(CLOCK * config.seconds)
-        scores.append(_run(*job, config))
-    return scores
+    return [_run(*job, config) for job in jobs]
 
 
 def _run(code: Code, answer: str, config: ScoringConfig) -> Score:
     limits = sandbox.Limits(min(code.seconds or config.seconds, config.seconds), config.memory_mb, config.disk_mb, config.processes)
+    progress.advance(CLOCK * config.seconds)
     outcome = sandbox.run(program(answer), code.tests, limits, sandbox.mode(), f"{code.prefix}\n")
     if outcome.refused:
         return Score(None, f"code was not run: {outcome.refused}")

@@ -31,6 +31,7 @@ class Child(Apart):
     def score(self, item: Item, seconds: float) -> Score:
         """Return the score of one answer; its value is None if scoring fails, takes over `seconds` CPU seconds, or ends the process."""
         job = {"verifier": to_json(item.verifier), "question": item.question._asdict(), "answer": item.answer}
+        progress.advance(CLOCK * seconds)
         reply = self.ask(job, seconds)
         return Score(None, f"{item.verifier.name}: {reply}") if isinstance(reply, str) else Score(**reply)
 
@@ -52,11 +53,7 @@ def in_children(items: Sequence[Item], tools: Tools) -> list[Score]:
 
 
 def score_chunk(chunk: list[dict[str, Any]], seconds: float) -> list[Score]:
-    scores = list[Score]()
-    for job in chunk:
-        progress.advance(CLOCK * seconds)
-        scores.append(child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds))
-    return scores
+    return [child().score(Item(from_json(job["verifier"]), Question(*job["question"]), job["answer"]), seconds) for job in chunk]
 
 
 Row = dict[str, Any]

@@ -102,11 +102,13 @@ SCALAR: Declared = {
 }
 DECLARED: dict[str, Declared] = {
     "language": LANGUAGE, "language and kto": LANGUAGE | _answer_losses(), "scalar": SCALAR,
+    "outputs": {name: LANGUAGE[name] for name in ("z_loss", "sft", "distill", "ppo", "sigmoid")},
     "pretrain": {"pretrain": (o.LanguageModeling, {})},
     "dpo": {"dpo": (o.Dpo, {})}, "grpo": {"grpo": (o.Ppo, {"clip_high": 0.3})}, "reward": {"reward": (o.Reward, {})},
     **{name: {name: LANGUAGE[name]} for name in ("sft", "distill", "ppo")}, "value": {"value": (o.Value, {})},
 }  # fmt: skip
-"""What a row trains by: one objective, or the sum of several on the same forests."""
+"""What a row trains by: one objective, or the sum of several on the same forests. `outputs` has one objective for each way of using the
+output layer: losses of preferences and of answers differ only in what they compute from the same log-probs."""
 WITH_SCALARS = ("scalar", "reward", "value")
 
 

@@ -40,7 +40,7 @@ from puna.stages.pretrain import pretrain
 from puna.stages.pretrain.pretrain import Watch
 from puna.stages.training.phase import Acceptance, Phase
 from puna.stages.training.token_rows import Packed, Reader
-from puna.stages.verifiers.scoring import Scorer, score_chunk
+from puna.stages.verifiers.scoring import Child, Scorer, score_chunk, score_job
 from puna.storage import Store
 
 from .cases import network
@@ -202,9 +202,10 @@ def busy(members: Sequence[int]) -> str:
         if not groups.trains:
             with ThreadPoolExecutor(1) as pool:
                 list(map_in_order(pool, time.sleep, [1.2], ()))
-            with mock.patch("puna.stages.verifiers.scoring.from_json"), mock.patch("puna.stages.verifiers.scoring.child") as child:
-                child().score = lambda item, seconds: time.sleep(1.2)
-                score_chunk([{"verifier": {}, "question": ("q", "t", "?", None, ()), "answer": ""}], 0.2)
+            with mock.patch("puna.stages.verifiers.scoring.child") as child:
+                child.return_value = slow = Child(score_job)
+                slow.ask = lambda job, seconds: time.sleep(1.2) or "slow"  # type: ignore[method-assign]
+                score_chunk([{"verifier": {"name": "exact"}, "question": ("q", "t", "?", None, ()), "answer": ""}], 0.2)
             groups.give("scored")
             return ""
         with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):

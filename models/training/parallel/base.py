@@ -1,8 +1,7 @@
 """A model under a layout: one rank's part, and the sums over ranks that make results equal to those of one process.
 
 Every rank knows all of a step's micro-batches; they are dealt to the data-parallel ranks by their numbers of tokens. Losses and gradients
-are shares of the step's totals, so they add up over data-parallel ranks as they do over micro-batches.
-"""
+are shares of the step's totals, so they add up over data-parallel ranks as they do over micro-batches."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Piece:
 
     shape: of the whole weight. box: (start, stop) along each dimension. cut: the axes along which ranks have different pieces.
     sums: the axes along which ranks compute different parts of the piece's gradient.
-    copy: True if this piece duplicates another rank's piece, although `cut` says that the two differ.
-    """
+    copy: True if this piece duplicates another rank's piece, although `cut` says that the two differ."""
 
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
@@ -67,8 +65,7 @@ class Parallel:
     whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
     trained parameters by name; `frozen`: those that are not trained. pieces: each local tensor's part of the whole tensor. owned: weights
     whose optimizer state one rank has whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the
-    pieces; None: the whole model's. dtype: in which the model computes.
-    """
+    pieces; None: the whole model's. dtype: in which the model computes."""
 
     def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.whole, self.mesh, self.dtype = whole, mesh, dtype

@@ -1,8 +1,7 @@
 """A training run's state in pieces: one safetensors file per rank, and a JSON index of each file's boxes.
 
 A piece is a box: (start, stop) along each dimension of the whole tensor. Each rank reads the boxes that overlap its own, so any layout can
-load, bit for bit, the state of any other. Torch's own checkpoints would contain a pickle.
-"""
+load, bit for bit, the state of any other. Torch's own checkpoints would contain a pickle."""
 
 from __future__ import annotations
 

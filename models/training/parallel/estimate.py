@@ -30,8 +30,7 @@ class Work:
 
     checkpointing: True if the backward pass computes each layer again. moments: bytes of optimizer state per parameter.
     matrix_factor: speed of matrix products relative to bf16 (1; more with 8 bits). whole: True if each process needs whole weights between
-    steps, to answer questions.
-    """
+    steps, to answer questions."""
 
     rows: int
     length: int
@@ -104,10 +103,9 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     update = optimizer_bytes(config) * held / counts.total / layout.shard / machine.bandwidth  # each rank updates only its own boxes
     absent = -micro % stages * (1 if micro < stages else 2 / 3)  # of the last group: both passes or only the backward one
     bubble = (stages - 1 + absent * (layout.virtual_stages - 1)) / layout.virtual_stages * (compute + transfers)
-    needed = process_bytes(config, work, layout, tokens, micro)
+    needed, state = process_bytes(config, work, layout, tokens, micro)
     transfers = micro * transfers + exposed + summed
-    state, fits = process_state(config, work, layout), needed <= FULL * sheet.memory
-    return Estimate(layout, work, micro * compute, transfers, bubble, update, state, needed, fits)
+    return Estimate(layout, work, micro * compute, transfers, bubble, update, state, needed, needed <= FULL * sheet.memory)
 
 
 def _speed(layout: Layout, axis: str, sheet: DataSheet) -> float:
@@ -135,43 +133,29 @@ def _transfers(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet
     return seconds
 
 
-def _rounded(work: Work, layout: Layout) -> Precision:
-    return "fp32" if layout.shard > 1 else work.precision  # FSDP2 rounds what it gathers, and has no rounded shards
-
-
-def _held(config: ModelConfig, layout: Layout) -> tuple[int, float, float]:
-    """Return the layers of the fullest device, their parameters, and its parameters before `shard` divides them."""
-    counts, layers = parameters(config), layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)
-    body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
-    return layers, body, (body + max(counts.embedding, counts.head) + (counts.head if layout.pipeline == 1 else 0)) / layout.tensor
-
-
-def process_state(config: ModelConfig, work: Work, layout: Layout) -> float:
-    """Return the bytes of weights, gradients and optimizer state on the fullest device."""
-    each = state_bytes(config, _rounded(work, layout), work.moments) / parameters(config).total
-    return each * _held(config, layout)[2] / layout.shard
-
-
-def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int = 0, micro: int = 1) -> float:
-    """Return the peak bytes on the fullest device, in a step or, if that is more, between steps.
+def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int = 0, micro: int = 1) -> tuple[float, float]:
+    """Return the peak bytes on the fullest device, in a step or, if that is more, between steps; and the bytes of its state.
 
     In a step: the state of its pieces, the activations of the micro-batches in progress, and gathered layers. Between steps: the state
-    without gradients, and in fp32 a bucket of whole weights for saving, or all whole weights (`work.whole`).
-    """
+    without gradients, and in fp32 a bucket of whole weights for saving, or all whole weights (`work.whole`)."""
     counts, stages, element = parameters(config), layout.pipeline, BYTES[work.precision]
-    layers, body, held = _held(config, layout)
+    layers = layout.virtual_stages * -(-config.num_hidden_layers // layout.stages)
+    body = (counts.layers - counts.experts * (1 - 1 / layout.expert) + counts.norms) * layers / config.num_hidden_layers
+    held = (body + max(counts.embedding, counts.head) + (counts.head if stages == 1 else 0)) / layout.tensor
+    rounded = "fp32" if layout.shard > 1 else work.precision  # FSDP2 rounds what it gathers, and has no rounded shards
+    state = state_bytes(config, rounded, work.moments) / counts.total * held / layout.shard
     activations = activation_bytes(config, tokens, work.precision) / config.num_hidden_layers  # of one layer
     kept = element * tokens * config.hidden_size if work.checkpointing else activations  # of a layer, of each micro-batch under way
     rows = kept * layers * min(micro, stages) + activations * work.checkpointing
-    needed = process_state(config, work, layout) + rows / (layout.tensor * layout.context)
+    needed = state + rows / (layout.tensor * layout.context)
     if layout.shard > 1:  # two layers' weights, one layer's gradient and its reduce-scatter; twice the weights outside layers
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
     if layout.axes <= {"data"}:
-        return needed
-    resting = max(0, work.moments) + (4 if _rounded(work, layout) == "fp32" else 6)  # below 0: frozen weights have no gradients either
+        return needed, state
+    resting = max(0, work.moments) + (4 if rounded == "fp32" else 6)  # below 0: frozen weights have no gradients either
     largest = max(counts.embedding, config.hidden_size * config.intermediate_size, counts.experts / config.num_hidden_layers * 2 / 3)
     gathered = counts.total if work.whole else min(counts.total, BUCKET + largest)
-    return max(needed, resting * held / layout.shard + 4 * gathered)
+    return max(needed, resting * held / layout.shard + 4 * gathered), state
 
 
 def layouts(devices: int) -> Iterator[Layout]:

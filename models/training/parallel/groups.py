@@ -1,7 +1,6 @@
 """The ranks of a reinforcement-learning run in two groups: the first ranks train, the last ranks sample answers.
 
-The groups exchange weights and answers once per rollout. Received weights are copied in place, so that engines drop their caches.
-"""
+The groups exchange weights and answers once per rollout. Received weights are copied in place, so that engines drop their caches."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Groups:
 
     generate: number of ranks that only sample; 0: all ranks train and sample. tensor: number of sampling ranks that hold one model.
     members: the processes, by their rank in the default group; None: all. `mesh`: the ranks of this rank's group; `sampling`: the ranks
-    that share the prompts; `trains`: True if this rank trains. The constructor raises ValueError if no rank would train.
-    """
+    that share the prompts; `trains`: True if this rank trains. The constructor raises ValueError if no rank would train."""
 
     def __init__(self, layout: Layout = ONE, generate: int = 0, members: Sequence[int] | None = None, tensor: int = 1) -> None:
         self.apart, self.trains = generate > 0, True

@@ -1,7 +1,6 @@
 """The layout of a training run: the numbers of processes over which its batch, weights, layers and tokens are split.
 
-Nothing here imports torch, because forms and preflight checks read this module.
-"""
+Nothing here imports torch, because forms and preflight checks read this module."""
 
 from __future__ import annotations
 

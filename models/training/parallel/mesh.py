@@ -36,8 +36,7 @@ def store() -> Any:
 def join(device: str = "cpu") -> None:
     """Join the process group of the processes that torchrun started; return at once if this process has joined.
 
-    Raise ValueError if an environment variable is missing, ConnectionError if rank 0 or another rank cannot be reached.
-    """
+    Raise ValueError if an environment variable is missing, ConnectionError if rank 0 or another rank cannot be reached."""
     if dist.is_initialized():
         return
     if missing := [name for name in MISSING if name not in os.environ]:
@@ -66,8 +65,7 @@ def join(device: str = "cpu") -> None:
 def _attempt(store: Any, rank: int, world: int) -> str:
     """Return the name that rank 0 draws for this start of all ranks, once all have learned it. Raise TimeoutError if a rank does not come.
 
-    An agent's store keeps the keys of earlier starts, and no start number is common to all agents: so each rank asks with a random word.
-    """
+    An agent's store keeps the keys of earlier starts, and no start number is common to all agents: so each rank asks with a random word."""
     own, until = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds()
     if rank:
         store.set(f"asks-{rank}", own)
@@ -98,8 +96,7 @@ class Mesh:
 
     members: the processes, by their rank in the default group; None: all. `at` has this rank's place on each axis, `index` its place among
     the members. In a layout of one process there are no groups, and every exchange returns at once. Non-members only help to create the
-    groups. `saving`: this mesh with a separate process group, for a thread that saves a state while the training continues.
-    """
+    groups. `saving`: this mesh with a separate process group, for a thread that saves a state while the training continues."""
 
     def __init__(self, layout: Layout, members: Sequence[int] | None = None) -> None:
         self.layout = layout
@@ -257,8 +254,7 @@ def group_of(ranks: Sequence[int], use: str = "") -> Any:
 def message_group(number: int) -> Any:
     """Return a process group of all processes, by its number; a pipeline divides its messages among such groups (`schedule.lane`).
 
-    In one group, NCCL runs the exchanges of two ranks one after another: if both send first, each waits for the other to receive.
-    """
+    In one group, NCCL runs the exchanges of two ranks one after another: if both send first, each waits for the other to receive."""
     return group_of(range(dist.get_world_size()), f"messages {number}" if number else "")
 
 

@@ -24,8 +24,7 @@ class Owners:
     A matrix's owner gathers the matrix and its gradient, updates the matrix, and sends each rank its piece. Ranks with copies of pieces
     are owners, too, and share the work. Matrices are updated in waves: a rank holds one whole matrix at a time.
 
-    names: the matrices that have an owner. state: as in `Optimizer`, by this rank's piece of a matrix; only a matrix's owner has it.
-    """
+    names: the matrices that have an owner. state: as in `Optimizer`, by this rank's piece of a matrix; only a matrix's owner has it."""
 
     def __init__(self, held: Parallel, weights: Matrices, names: Collection[str]) -> None:
         mesh, shapes = held.mesh, {name: piece.shape for name, piece in held.pieces.items()}

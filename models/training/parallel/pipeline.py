@@ -1,7 +1,6 @@
 """Pipeline parallelism: micro-batches pass stages of consecutive layers, in 1F1B or its interleaved form (Narayanan et al. 2021).
 
-`schedule` orders micro-batches of any length and number. Without `data` or tied weights, gradients are bit-identical to one process.
-"""
+`schedule` orders micro-batches of any length and number. Without `data` or tied weights, gradients are bit-identical to one process."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def schedule(rank: int, ranks: int, stages: int, micro_batches: int) -> list[Act
 
     Groups of `ranks` micro-batches pass a rank's stages in turn. A rank first runs `stages - 1 - rank` forward passes, then one forward
     and one backward pass in turn. It never holds the activations of more than `stages - rank` passes: no more memory than the first
-    rank of 1F1B needs. Each stage runs backward passes in the order of the micro-batches, so gradients add up as in one process.
-    """
+    rank of 1F1B needs. Each stage runs backward passes in the order of the micro-batches, so gradients add up as in one process."""
     own, rounds = range(rank, stages, ranks), [range(i, min(i + ranks, micro_batches)) for i in range(0, micro_batches, ranks)]
     forward = [Action(number, stage, False) for some in rounds for stage in own for number in some]
     backward = [Action(number, stage, True) for some in rounds for stage in reversed(own) for number in some]
@@ -51,8 +49,7 @@ def schedule(rank: int, ranks: int, stages: int, micro_batches: int) -> list[Act
 def lane(source: int, target: int, ranks: int) -> int:
     """Return which of four process groups carries a message between two stages: in a group, any two ranks send in one direction only.
 
-    Groups 0 and 1 carry messages to the next and the previous rank; 2 and 3 carry those between the last and the first rank.
-    """
+    Groups 0 and 1 carry messages to the next and the previous rank; 2 and 3 carry those between the last and the first rank."""
     return 2 * (target % ranks - source % ranks != target - source) + (target < source)
 
 
