@@ -22,8 +22,7 @@ def align(
 
     From round 2 on, each round must pass a `gate` against the previous policy. If the gate refuses a round or waits for a person's
     approval, no further round starts and the previous policy stays. `demonstrations`: your own instructions, added to the gold answers.
-    `judged`: your own preferences. `teacher`: a better model with the same tokenizer, for the step `distill`.
-    """
+    `judged`: your own preferences. `teacher`: a better model with the same tokenizer, for the step `distill`."""
     rounds = setting("rounds", 2, minimum=0, maximum=20, description="Number of alignment rounds")
     compared = switch("controls", True, description="Also train and evaluate each round's control arms")
     if rounds:

@@ -33,8 +33,7 @@ def capabilities(
     message; answers that obey it are learned with the rule in the system message (`rejection_sample.source`). `documents`: texts for
     questions about long contexts (`instructions.source`). `demonstrations`: your own instructions, for example in other languages; their
     source is the name given at import. Each source with a share has a control arm: as many updates on a mixture without that source.
-    `tasks`: further prompts; each arm answers their held-out part.
-    """
+    `tasks`: further prompts; each arm answers their held-out part."""
     sets = {f"tasks_{number}" if number > 1 else "tasks": one for number, one in enumerate(tasks or [], 1)}
     data = list(demonstrations or [])
     if asked:

@@ -55,8 +55,7 @@ def curate(
     """Turn pages, documents or both into clean documents.
 
     `documents`: text that is already extracted, for example imported. Documents that contain prompts of `evaluations` or of the recipe's
-    step `prompts` are removed. `classifiers`: trained classifiers, used instead of training new ones.
-    """
+    step `prompts` are removed. `classifiers`: trained classifiers, used instead of training new ones."""
     models = _by_purpose(classifiers or [])
     held_out = [output for output in (step(prompts, off=True), *(evaluations or [])) if output]
     pages = step(url_filter, documents=_entering(inputs or [], documents or []))

@@ -18,8 +18,7 @@ def experiments(
     """Choose the weights of the training mixture in small proxy runs. `domains`: signals by which `split` makes categories.
 
     If the recipe names `filter_ablation`, small runs also measure what each rule of a selection earns or costs. `unselected` and
-    `selected`: the documents before and after this selection, such as the step `select` of `curate`.
-    """
+    `selected`: the documents before and after this selection, such as the step `select` of `curate`."""
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides)
     # In a trace of all steps, the configuration is None.

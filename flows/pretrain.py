@@ -40,8 +40,7 @@ def pretrain(
     mixture, from the steps `tokenize_NAME` and `mix_NAME`; NAME is fresh, long or best. If the recipe names `anneal_experiment`, `mix_best`
     uses the mixture that this experiment accepts. A `ladder` of small runs on the first tokens forecasts the loss of a larger budget; with
     `train_chosen_size`, the model has the size that `choose_size` derives from this forecast. With `phase_controls`, `phase_gains` compares
-    the model with runs on the same number of tokens, each of which lacks one phase.
-    """
+    the model with runs on the same number of tokens, each of which lacks one phase."""
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
     mixture = step(mix, through="split", documents=documents, split=sides, weights=weights)

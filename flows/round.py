@@ -29,8 +29,7 @@ def round(
     model and SFT start from, unless `from_pretrained` is 0; by default the model at the start of the policy's lineage. `pool`: your own
     prompts, with held-out prompts for evaluation; by default prompts are generated. `tasks`: folders of task files with their data, on
     which the candidate must not get worse. Without unused prompts or enough new preferences, the flow says so and ends. An interrupted
-    round is finished instead.
-    """
+    round is finished instead."""
     learned_from(judged or [])
     rounds = setting("rounds_per_run", 1, minimum=1, maximum=100, description="Number of rounds in one run of the flow `round`")
     with current_walk().alone("round") as mine:

@@ -150,8 +150,7 @@ def controls(
     make as many updates as the round (updates set in epochs do not count). They learn from demonstrations alone or with other answers:
     chosen ones, synthetic ones, or one more answer per prompt for each way to pick it. `dpo_instead` in the recipe adds an arm with DPO in
     place of RL, with `sample_instead` also on pairs of the SFT model's answers, and an SFT arm on their verified answers. One arm ends
-    after DPO.
-    """
+    after DPO."""
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
     base = [*gold, made["chosen"]] if made["chosen"] else gold
@@ -210,8 +209,7 @@ def _equal(
 
     They finetune the policy after DPO on its own right answers with the highest reward or, if the recipe names `grpo_equal`, train it by
     RL. `more_controls` adds SFT on all distinct right answers, with a best-of-n evaluation of that model (`evaluate_best`); SFT on ranked
-    answers in `ITERATIONS` iterations; and, unless the round itself does both, SFT on half as many answers, then half as much RL.
-    """
+    answers in `ITERATIONS` iterations; and, unless the round itself does both, SFT on half as many answers, then half as much RL."""
     if not current_walk().configs(Step("sft_equal", "sft_equal", sft, off=True)):
         return []
     start, reward, own = made["dpo"], made["reward_model"], current_walk().configs(AGAIN) and _of_rl()
@@ -258,8 +256,7 @@ def _finetune_on_own(
 
     It learns from all distinct right answers or, if `ranked`, from those with the highest reward: `most` per prompt, as the recipe's
     `pick_FIELD` says. `part`, `parts`: the share of the recipe's answers and steps, see `part_of`. `field`: FIELD in the names of the
-    recipe's steps. `samples`: the name of a sampling step that arms share.
-    """
+    recipe's steps. `samples`: the name of a sampling step that arms share."""
     answers = step(
         sample, f"sample_{samples or name}_{number}", field=f"sample_{field}", number=number, off=True, models=[model], prompts=tasks,
         adapt=partial(part_of, "answers", part, parts),

@@ -19,8 +19,7 @@ def safety(model: Model, judged: list[Preferences]) -> Output:
 
     Violations are answers to harmful held-out prompts; false refusals are refusals of borderline ones. An answer that reaches the token
     limit counts as a mistake. The given model and the trained policy are evaluated: with `told` in the recipe, also with a system message;
-    with `sft`, the given model finetuned on the better answers is evaluated too.
-    """
+    with `sft`, the given model finetuned on the better answers is evaluated too."""
     tasks = step(refusal_prompts, preferences=judged)
     told = step(refusal_prompts, "told", off=True, preferences=judged)
     policy = step(dpo, model=model, preferences=judged)

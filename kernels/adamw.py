@@ -4,8 +4,7 @@
     p = p (1 - lr weight_decay) - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
 The norm costs one read of the gradients. The update itself multiplies by the clipping factor, so that clipped gradients are never
-written. Moments and arithmetic are in fp32 (fp64 for fp64 parameters); parameters and gradients may be bf16 or fp16.
-"""
+written. Moments and arithmetic are in fp32 (fp64 for fp64 parameters); parameters and gradients may be bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -264,8 +263,7 @@ def adamw_(
     """Update all parameters in place by one step. Raise ValueError if shapes differ.
 
     `first`, `second`: moments in the parameters' shapes, fp32 (fp64 for fp64 parameters), zero before the first step.
-    `step` counts from 1. `factor`: the scalar of `clipping_factor` that multiplies the gradients; None: 1.
-    """
+    `step` counts from 1. `factor`: the scalar of `clipping_factor` that multiplies the gradients; None: 1."""
     if step < 1:
         raise ValueError(f"step counts from 1, not {step}")
     for p, g, m, v in zip(parameters, gradients, first, second, strict=True):

@@ -4,8 +4,7 @@
     delta_t = r_t + gamma v_{t+1} - v_t;  a_t = delta_t + gamma lambda a_{t+1};  returns_t = a_t + v_t
 
 Each answer is a separate episode (Schulman et al. 2016): v and a are 0 past the answer's end. 20 bytes per token are read and
-written. Shapes: N tokens, answer by answer, in A answers; offsets[a] : offsets[a + 1] are the tokens of answer a.
-"""
+written. Shapes: N tokens, answer by answer, in A answers; offsets[a] : offsets[a + 1] are the tokens of answer a."""
 
 from __future__ import annotations
 
@@ -134,8 +133,7 @@ def advantages(
 
     logprobs, reference [N]: log-probabilities of the sampled tokens under policy and reference, nats; values [N]: the critic's
     values of the states before the tokens; scores [A]; lengths [A] int64, adding up to N. `kl`: penalty per nat; `gamma`: discount;
-    `lam`: GAE's lambda. The score of an answer without tokens is ignored. Raise ValueError for unequal shapes (not for a wrong sum).
-    """
+    `lam`: GAE's lambda. The score of an answer without tokens is ignored. Raise ValueError for unequal shapes (not for a wrong sum)."""
     if not logprobs.shape == reference.shape == values.shape or scores.shape != lengths.shape:
         raise ValueError(
             f"log-probs {list(logprobs.shape)}, reference {list(reference.shape)} and values {list(values.shape)} must be alike, "

@@ -5,8 +5,7 @@ keys, V width of values; in one tile: n queries, m keys.
 
 On CPU, queries are cut into tiles of consecutive rows; a tile has all keys that any of its rows sees. Keys that no row of a tile sees
 (another document, a sibling branch) are not read. The keys of a shared prompt are in memory once. The backward pass recomputes each
-tile's softmax. The GPU version is in `attention_triton.py`.
-"""
+tile's softmax. The GPU version is in `attention_triton.py`."""
 
 from __future__ import annotations
 
@@ -160,8 +159,7 @@ def attention(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, mask: ForestMask) -> 
     """Return attention under the forest mask, scaled by 1/sqrt(K): [T, H, V] in the inputs' dtype.
 
     `k` [T, G, K] and `v` [T, G, V], G a divisor of H. Softmax and sums are in fp32 at least; on CPU low precision is computed in fp32.
-    Raise ValueError if shapes or the mask do not fit.
-    """
+    Raise ValueError if shapes or the mask do not fit."""
     T, H, K = q_THK.shape
     if k_TGK.shape[::2] != (T, K) or v_TGV.shape[:2] != k_TGK.shape[:2] or H % k_TGK.shape[1] or len(mask.end) != T:
         raise ValueError(

@@ -6,8 +6,7 @@ Both kernels compute each pair's scores (seven products, not five), so that prog
 bits in every run, and no program waits. On an H200 this takes half the time of summing dq in memory.
 
 From compute capability 9.0 on, blocks are read through tensor descriptors, by the tensor memory accelerator (TMA). On older
-GPUs, and for widths that are not powers of two, the same kernels read by pointers.
-"""
+GPUs, and for widths that are not powers of two, the same kernels read by pointers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Block sizes, warps and pipeline stages of the Triton kernels that multiply matrices, per GPU generation.
 
 The table is `configurations.json`. A row's `machine` is the GPU on which `tests/benchmarks/tune_kernels.py` measured the row. Null: the row
-was chosen by hand, from the registers and shared memory that the ahead-of-time tests check.
-"""
+was chosen by hand, from the registers and shared memory that the ahead-of-time tests check."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class Configuration:
     """A launch configuration: a tile of `rows` x `columns`, `warps`, pipeline `stages`; `depth`: terms of a product summed at once.
 
     `descriptors`: read blocks through tensor descriptors; `specialize`: let some warps load while others compute; `library`: use torch's
-    own kernel if it accepts the inputs.
-    """
+    own kernel if it accepts the inputs."""
 
     rows: int
     columns: int

@@ -7,8 +7,7 @@ bits of an exact pass (`exact.py`), and weights are not copied. Projections may 
 in INT8, too, with the bits of `quantized_linear`.
 
 A loop gets a step's numbers and addresses as a record `Step`, and those of the layers as records `LAYER`. Shapes: N tokens, D model width,
-F feed-forward width, H query heads, G key-value heads, R = H / G, K head width.
-"""
+F feed-forward width, H query heads, G key-value heads, R = H / G, K head width."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ passes, every routine computes a row by the same sequence of operations, whateve
 - norms, rotations, SwiGLU, log-softmax: loops over rows in single IEEE operations (`vectors`), so that they have the same bits inside a
   loop that computes a whole layer (`dense_layers`).
 
-Exact passes need fp32 on a CPU and numba; elsewhere `exact_passes` raises ValueError.
-"""
+Exact passes need fp32 on a CPU and numba; elsewhere `exact_passes` raises ValueError."""
 
 from __future__ import annotations
 

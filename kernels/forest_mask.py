@@ -2,8 +2,7 @@
 
 One int32 per token tells which queries see the token, in packed documents, preference pairs, or many answers to one prompt. No T x T mask
 is stored: on a CPU the mask becomes tiles of queries with the keys that they see, on a GPU lists of the blocks to visit. Tiles and lists
-are computed once per mask and shared by all layers.
-"""
+are computed once per mask and shared by all layers."""
 
 from __future__ import annotations
 

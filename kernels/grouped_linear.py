@@ -3,8 +3,7 @@
 Rows are sorted by group; group e has rows offsets[e] : offsets[e + 1]. On a GPU the offsets are not copied to the host. So the grid has
 spare tiles, which return at once. For aligned bf16 tensors, torch's `grouped_mm` is used where `configurations.json` says so.
 
-Shapes: N rows, E groups, D inputs, F outputs.
-"""
+Shapes: N rows, E groups, D inputs, F outputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """An operation that appends new tokens' keys and values to the pages of a KV cache, in one pass.
 
-Shapes: N new tokens, G key-value heads, K width of keys, V width of values; P pages of S tokens.
-"""
+Shapes: N new tokens, G key-value heads, K width of keys, V width of values; P pages of S tokens."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ def kv_append_(k_PSGK: Tensor, v_PSGV: Tensor, k_NGK: Tensor, v_NGV: Tensor, pla
 
     `places` [N] int64: page number times page size plus row in the page, all different. For a place outside the pages, raise IndexError on
     a CPU; on a GPU skip the token, since an error would have to wait for the GPU. Raise ValueError for shapes that do not fit, and on a GPU
-    for pages that are not contiguous.
-    """
+    for pages that are not contiguous."""
     shapes = (k_PSGK.shape[:3] == v_PSGV.shape[:3], k_NGK.shape == (len(places_N), *k_PSGK.shape[2:]))
     if not all(shapes) or v_NGV.shape != (len(places_N), *v_PSGV.shape[2:]):
         raise ValueError(

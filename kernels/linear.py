@@ -3,8 +3,7 @@
 In fp32 on CPU and for contiguous w, a numba loop computes products of few rows without autograd (decoding) and, in exact passes (see
 `kernels.exact`), of any number of rows. Up to 16 rows it takes half the time of oneDNN and BLAS, and at 64 rows the same time. In the loop,
 a row's bits do not depend on the number of rows. For more rows, oneDNN is 5-15 % faster than the BLAS behind `torch.matmul`, in the forward
-pass and for the gradient of x. For the gradient of w, whose inner dimension is the row count, BLAS is as fast.
-"""
+pass and for the gradient of x. For the gradient of w, whose inner dimension is the row count, BLAS is as fast."""
 
 from __future__ import annotations
 

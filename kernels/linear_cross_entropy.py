@@ -1,8 +1,7 @@
 """Linear layer fused with a weighted sum of cross-entropies, without all logits in memory.
 
 The softmax gives the gradient at the logits. So the forward pass already computes dX and dW, and the backward pass only scales them: three
-matrix products, no more than with all logits in memory. See `output_layer.py`.
-"""
+matrix products, no more than with all logits in memory. See `output_layer.py`."""
 
 from __future__ import annotations
 

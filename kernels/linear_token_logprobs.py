@@ -1,8 +1,7 @@
 """Linear layer fused with log-probabilities of given tokens and with entropies, without all logits in memory.
 
 The loss's gradients at the results are known only in the backward pass, which computes each chunk's logits again: four matrix products
-in all. Policy losses, rewards and distillation use these results. See `output_layer.py`.
-"""
+in all. Policy losses, rewards and distillation use these results. See `output_layer.py`."""
 
 from __future__ import annotations
 

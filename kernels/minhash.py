@@ -5,8 +5,7 @@ hold both. A hash h is mixed once (MurmurHash3's finalizer), then permuted by a 
 are used: pass datasketch a `hashfunc` that returns only these bits.
 
 Shapes: D documents, S shingles (of all documents one after another), P permutations. In a flat array, document d has the elements
-`offsets_D1[d] : offsets_D1[d + 1]`.
-"""
+`offsets_D1[d] : offsets_D1[d + 1]`."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ gradients through the softmax. Dispatch copies a token's row once per chosen exp
 Sums gather a token's k rows in the order of its choices. So they do not depend on a GPU's schedule, unlike scatter-adds.
 `grouped_linear.py` computes the experts' products between dispatch and combine.
 
-Shapes: T tokens, E experts, k experts per token, N = T k rows sorted by expert, D model width.
-"""
+Shapes: T tokens, E experts, k experts per token, N = T k rows sorted by expert, D model width."""
 
 from __future__ import annotations
 

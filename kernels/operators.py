@@ -5,8 +5,7 @@ by the tensors' device; fp64, which is for checks, always takes the portable one
 Triton's interpreter runs the Triton implementations on CPU tensors, so that tests run them without a GPU.
 
 A file's `NUMERICS` gives each operation's results a version. Artifacts' keys depend on this version and the reference, not on loops
-and Triton programs: raise the version when a result's bits change (`tests/identity/numerics.py` compares bits).
-"""
+and Triton programs: raise the version when a result's bits change (`tests/identity/numerics.py` compares bits)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Shapes: N rows, D model width, V vocabulary, C rows of one chunk. `linear.product` or BLAS computes the matrix products; between
 them, one loop or kernel goes over a chunk's logits. Softmax and the sums over chunks, such as dW, are at least fp32: training diverges if
-dW is accumulated in low precision.
-"""
+dW is accumulated in low precision."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ A query has a position in its sequence. It sees itself and the tokens before it,
 of pages in the order of its tokens: its page j holds the S positions from j S on. Neighbouring queries that share their first pages read
 these once (cascade inference): answers to one prompt, the tokens of one chunk, the branches of a tree. On a CPU the numba loop goes through
 a query's pages in order. So the bits of a query's result depend neither on where its pages are, nor on other queries in the step. On a GPU
-long runs of pages are cut into pieces, whose partial softmaxes are merged by their log-sum-exps (FlashDecoding).
-"""
+long runs of pages are cut into pieces, whose partial softmaxes are merged by their log-sum-exps (FlashDecoding)."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class PagedPlan:
 
     tables    [B, W] int32   each sequence's pages, in order; not checked against P
     sequence  [N] int32      each query's sequence; only neighbouring queries, at most TILE, share page reads
-    position  [N] int32      number of tokens before each query in its sequence
-    """
+    position  [N] int32      number of tokens before each query in its sequence"""
 
     tables: Tensor
     sequence: Tensor
@@ -136,8 +134,7 @@ def new_pages(count: int, G: int, K: int, V: int, dtype: torch.dtype, device: to
     """Return pages of zeros for keys [P, S, G, K] and values [P, S, G, V], laid out for the device's implementation.
 
     On a CPU, pages are at least fp32, and take memory only once they are written. There, a head's pages are contiguous: sequences take
-    their next pages at about the same time, so a step reads nearly contiguous memory per head.
-    """
+    their next pages at about the same time, so a step reads nearly contiguous memory per head."""
     if torch.device(device).type != "cpu":
         return tuple(torch.zeros(count, PAGE, G, width, dtype=dtype, device=device) for width in (K, V))  # type: ignore[return-value]
     kind = np.float64 if dtype == torch.float64 else np.float32
@@ -269,8 +266,7 @@ def attend_head(
 
     `plan`: `PagedPlan.arrays`. `k`, `v`: the head's pages; `packed`: buffer for the tile's queries, then for its sums of values; `scores`:
     rows of `wide` bytes. `walk` gets the tile's pages in reading order. Every page is multiplied whole; a token that a query does not see
-    counts as an exact zero. So the order of operations for a query depends only on its position and its sequence.
-    """
+    counts as an exact zero. So the order of operations for a query depends only on its position and its sequence."""
     (G, R, K, V), (tables, W, sequence, position, stretches, begins) = shape, plan
     first, last = tile * TILE, min(tile * TILE + TILE, len(sequence))
     heads, lanes, lowest = R * K, (V + LANES - 1) // LANES * LANES, position[first] + 1
@@ -383,8 +379,7 @@ def paged_attention(
 
     Pages come from `new_pages`; on a CPU, slower torch operators read any other layout (such as values inside keys). With a `window` a
     query sees the last `window` tokens of its sequence up to and including itself. On a CPU, all values in a plan's pages must be finite.
-    Raise ValueError if shapes or the plan do not fit.
-    """
+    Raise ValueError if shapes or the plan do not fit."""
     (N, H, K), (S, G) = q_NHK.shape, k_PSGK.shape[1:3]
     if k_PSGK.shape[:3] != v_PSGV.shape[:3] or k_PSGK.shape[3] != K or H % G or len(plan.sequence) != N or S != PAGE:
         raise ValueError(

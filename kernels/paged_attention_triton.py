@@ -1,8 +1,7 @@
 """Attention over a paged KV cache on a GPU; `paged_attention.py` explains the names.
 
 A program computes a partial softmax for one item of a plan, one key-value head and some of the item's queries. A query's partial results
-are merged by their log-sum-exps (FlashDecoding).
-"""
+are merged by their log-sum-exps (FlashDecoding)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
     q[t] = round(x[t] / s[t]) with s[t] = max |x[t]| / 127 (INT8) or 448 (FP8);  y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
-INT8 products are summed exactly, as in int32; FP8 products in fp32, less exactly for bf16 on a GPU. Shapes: T rows, D inputs, N outputs.
-"""
+INT8 products are summed exactly, as in int32; FP8 products in fp32, less exactly for bf16 on a GPU. Shapes: T rows, D inputs, N outputs."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 
 With r = 1 / sqrt(mean(total^2) + eps), n = total r and g = dy * weight, the backward pass
 returns dx = dtotal + r (g - n mean(g n)) and dweight = sum over rows of dy n. Statistics are in fp32 at least.
-Shapes: T rows, D width.
-"""
+Shapes: T rows, D width."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al. 2021), in the half-split layout of Llama checkpoints.
 
 Shapes: T tokens, N heads, K head width. Pair i of a head is (x[i], x[i + K/2]); position p rotates it by
-p * theta^(-2 i / K). A rotation's transpose is its inverse, so the backward pass needs only the tables.
-"""
+p * theta^(-2 i / K). A rotation's transpose is its inverse, so the backward pass needs only the tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """SwiGLU (Shazeer 2020): silu(gate) * up, elementwise. Shapes: T rows, F width.
 
 With s = sigmoid(gate): d_up = dy gate s and d_gate = dy up s (1 + gate (1 - s)). Only the inputs are saved for
-the backward pass. Low precision is computed in fp32.
-"""
+the backward pass. Low precision is computed in fp32."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Log-sum-exp of rows of logits, and one token per row, sampled by the inverse of the cumulative distribution.
 
 Shapes: C rows, V vocabulary. The exponentials are summed once, in blocks; a draw walks over the blocks' sums and computes
-one block's exponentials again. On CPU, training in fp32 uses the same loop, so equal logits give equal log-probabilities, bit by bit.
-"""
+one block's exponentials again. On CPU, training in fp32 uses the same loop, so equal logits give equal log-probabilities, bit by bit."""
 
 from __future__ import annotations
 
@@ -158,8 +157,7 @@ def token_draw(logits_CV: Tensor, scale_C: Tensor, uniforms_C: Tensor) -> tuple[
     """Return ([C] int64 tokens of softmax(logits * scale), [C] log-sum-exps of logits * scale), without autograd.
 
     `scale` [C], fp32 on CPU: one over the temperature. `uniforms` [C], fp64 on CPU: numbers in [0, 1), or LIKELIEST for the row's
-    likeliest token. If a row's log-sum-exp is not finite, the row's token is arbitrary.
-    """
+    likeliest token. If a row's log-sum-exp is not finite, the row's token is arbitrary."""
     if not uses_loop(logits_CV):
         return _portable(logits_CV, scale_C, uniforms_C)
     C, V = logits_CV.shape

@@ -2,8 +2,7 @@
 
 A multiply-add counts as two FLOPs. A backward pass costs twice the forward pass: the usual 6 FLOPs per parameter and token. Attention's
 products are counted exactly for a document mask; norms, rotations and softmax take far less than one percent and are not counted. Letters:
-D model width, F feed-forward width, K head width, H query heads, G key-value heads, V vocabulary size.
-"""
+D model width, F feed-forward width, K head width, H query heads, G key-value heads, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def state_bytes(config: ModelConfig, precision: Precision = "fp32", moments: int
     """Return the bytes of weights, gradients and the optimizer's moments, which take `moments` bytes per parameter (AdamW: 8).
 
     Besides the moments, fp32 takes 8 bytes per parameter. bf16 takes 12: 2 + 2 for the bf16 weights and gradients, 4 + 4 for the fp32
-    weights and accumulated gradients. Raise ValueError for another precision.
-    """
+    weights and accumulated gradients. Raise ValueError for another precision."""
     if precision not in ELEMENT_BYTES:
         raise ValueError(f"precision must be fp32 or bf16, not {precision!r}")
     return (moments + (8 if precision == "fp32" else 12)) * parameters(config).total
@@ -80,8 +78,7 @@ def _layer_elements(config: ModelConfig) -> int:
 
     These are inputs and outputs of two norms (4 D; 2 D if one norm feeds both blocks), rotated queries and keys, values, and the
     attention's output. Then gate, up and their product (3 F); with experts, these and an input and output (2 D) per expert of a token, and
-    the router's logits and probabilities. Normalized or latent queries and keys add their own elements.
-    """
+    the router's logits and probabilities. Normalized or latent queries and keys add their own elements."""
     width, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     inner = 3 * config.intermediate_size
     if config.moe is not None:
@@ -99,8 +96,7 @@ def activation_bytes(config: ModelConfig, tokens: int, precision: Precision = "f
     """Return the bytes that a forward pass over `tokens` tokens keeps for the backward pass.
 
     With activation checkpointing, these are each layer's input, and all elements of the one layer that the backward pass is recomputing.
-    The output layer works in chunks and keeps the gradient of its inputs instead of logits.
-    """
+    The output layer works in chunks and keeps the gradient of its inputs instead of logits."""
     width, layers = config.hidden_size, config.num_hidden_layers
     layer = _layer_elements(config)
     elements = (layers - 1) * width + layer if checkpointing else layers * layer
@@ -120,8 +116,7 @@ def peak_bytes(
     2. the backward pass of SwiGLU in the last layer: its product is freed; three gradients of the product's size, the gradient
        of the layer's output, and the weight gradients of the output layer and of the down projection exist;
     3. the same in the first layer: no other layer's activations are kept, but the gradients of all other layers exist;
-    4. the end: all gradients, the embedding's part of the gradient of a tied output layer, and the embedding's inputs.
-    """
+    4. the end: all gradients, the embedding's part of the gradient of a tied output layer, and the embedding's inputs."""
     element, counts = ELEMENT_BYTES[precision], parameters(config)
     width, layers, inner = config.hidden_size, config.num_hidden_layers, config.intermediate_size
     vocabulary, down = config.vocab_size * width, width * inner
@@ -159,8 +154,7 @@ def elementwise_bytes(config: ModelConfig, tokens: int, precision: Precision = "
     """Return the bytes that norms, rotations, SwiGLU, residual sums and the loss read and write, forward and backward.
 
     Elements per layer and token: 28 D for two norms with the residual sums and the sums of their gradients, 4 (H + G) K for the
-    rotations, 8 F for SwiGLU (with experts: 8 (F + D) per expert of the token). Once per token: 3 V for the output layer's softmax.
-    """
+    rotations, 8 F for SwiGLU (with experts: 8 (F + D) per expert of the token). Once per token: 3 V for the output layer's softmax."""
     heads = config.num_attention_heads + config.num_key_value_heads
     inner = config.intermediate_size
     if config.moe is not None:  # tokens are gathered and scattered for each of their experts
@@ -261,8 +255,7 @@ class Machine:
 
     matrix_flops     operations per second of the matrix products of a training step
     attention_flops  operations per second of attention, forward and backward, as counted by `accounting.py`
-    bandwidth        bytes per second that elementwise work reads and writes, measured on SwiGLU
-    """
+    bandwidth        bytes per second that elementwise work reads and writes, measured on SwiGLU"""
 
     matrix_flops: float
     attention_flops: float
@@ -338,8 +331,7 @@ def measured_machine(config: ModelConfig, context: int, clock: Clock = time.perf
 
     Each rate is the best of several tries; results are cached. Attention and SwiGLU are timed alone. The matrix products' time is the rest
     of a training step with at most two layers or, above `PROBE_PARAMETERS`, that of one linear layer. On one thread, `clock` may be
-    `time.process_time`, which other programs disturb less.
-    """
+    `time.process_time`, which other programs disturb less."""
     from puna.kernels.attention import ForestMask, attention
     from puna.kernels.swiglu import swiglu
 

@@ -17,8 +17,7 @@ class RopeScaling(Settings):
     `original_max_position_embeddings / low_freq_factor` tokens are divided, frequencies with a wavelength below
     `.../ high_freq_factor` stay, and between the two the change is gradual (Llama 3.1). yarn: frequencies of more than `beta_fast`
     turns over the original context stay, frequencies of fewer than `beta_slow` turns are divided, and between the two the change is
-    linear in the frequency's index; queries and keys are multiplied by 0.1 ln(factor) + 1 (Peng et al. 2023).
-    """
+    linear in the frequency's index; queries and keys are multiplied by 0.1 ln(factor) + 1 (Peng et al. 2023)."""
 
     rope_type: Literal["linear", "llama3", "yarn"] = Field(description="linear: all frequencies alike; llama3, yarn: long wavelengths only")
     factor: float = Field(ge=1, description="Divisor of the frequencies")
@@ -70,8 +69,7 @@ class Moe(Settings):
     """A mixture of experts in place of each feed-forward block.
 
     Each token goes to the `num_experts_per_tok` experts of highest router probability, weighted by these
-    probabilities, which are scaled to add up to 1 if `norm_topk_prob`.
-    """
+    probabilities, which are scaled to add up to 1 if `norm_topk_prob`."""
 
     num_experts: int = Field(ge=1, description="Experts per layer")
     num_experts_per_tok: int = Field(ge=1, description="Experts per token")

@@ -1,8 +1,7 @@
 """The forest: one layout for packed documents, preference pairs and many answers to one prompt.
 
 A forest is a row of T tokens in depth-first order with `end[T]`: query q sees key k exactly when
-k <= q < end[k]. Positions restart with each tree and continue from the parent in each branch.
-"""
+k <= q < end[k]. Positions restart with each tree and continue from the parent in each branch."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Forest:
     def branch(prompt: Sequence[int] | Tensor, answers: Sequence[Sequence[int] | Tensor]) -> Forest:
         """Return a forest of a prompt and its answers. An answer sees the prompt and itself. Raise ValueError if one of these is empty.
 
-        Answer i starts at `len(prompt) + sum(len(a) for a in answers[:i])`.
-        """
+        Answer i starts at `len(prompt) + sum(len(a) for a in answers[:i])`."""
         trunk, branches = _ids(prompt), [_ids(answer) for answer in answers]
         _refuse_empty([trunk], "prompt")
         _refuse_empty(branches, "answer")
@@ -82,8 +80,7 @@ class Forest:
         """Return [T] int64: the index of the token before each token on its path from the root; -1 at the first token of a tree.
 
         With `children = (forest.parents >= 0).nonzero()[:, 0]`, the pairs `(forest.parents[children], forest.tokens[children])` are all
-        next-token predictions: the inputs of `Transformer.cross_entropy`.
-        """
+        next-token predictions: the inputs of `Transformer.cross_entropy`."""
         parents = torch.arange(-1, len(self) - 1)
         path: list[tuple[int, int]] = []  # (stop, end) of the segments above
         for start, stop, end in self.mask.segments:

@@ -1,8 +1,7 @@
 """Layers of the decoder: linear maps, RMSNorm, grouped-query and latent attention, SwiGLU, experts, and the block of them.
 
 Shapes: T tokens, N selected tokens, D model width, H query heads, G key-value heads, K head width, F feed-forward width, E experts
-(in attention, V: width of values). Modules have the names that Hugging Face's models give them.
-"""
+(in attention, V: width of values). Modules have the names that Hugging Face's models give them."""
 
 from __future__ import annotations
 
@@ -187,8 +186,7 @@ class MoeMLP(nn.Module):
     """A feed-forward block that sends each token through its top-k experts and drops no token.
 
     A call also returns the load-balancing loss: E times the sum over experts of (share of tokens that chose the expert) x (the expert's
-    mean router probability). If all experts are used evenly, the loss is k (Fedus et al. 2022, equation 4; every top-k choice counts).
-    """
+    mean router probability). If all experts are used evenly, the loss is k (Fedus et al. 2022, equation 4; every top-k choice counts)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

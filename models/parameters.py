@@ -88,8 +88,7 @@ def normal_rows(seed: int, name: str, rows: range, width: int) -> NDArray[np.flo
     """Return [len(rows), width] standard normal numbers in fp32: these rows of the weight `name`.
 
     A row is a function of (seed, name, row, width), whatever the other rows and weights are. The numbers come from a counter-based
-    generator (Philox, Salmon et al. 2011), whose key is a digest of seed and name; the row is the highest word of its counter.
-    """
+    generator (Philox, Salmon et al. 2011), whose key is a digest of seed and name; the row is the highest word of its counter."""
     key = np.frombuffer(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest(), "<u8")
     bits = np.random.Philox(key=key)
     generator, start = np.random.Generator(bits), bits.state

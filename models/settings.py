@@ -1,7 +1,6 @@
 """The base class of all settings: frozen pydantic models in which every field has a description.
 
-Code, the validation of recipes and the web forms share these classes.
-"""
+Code, the validation of recipes and the web forms share these classes."""
 
 from __future__ import annotations
 

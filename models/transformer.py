@@ -1,8 +1,7 @@
 """A Llama-family decoder over forests, and its heads: logits over the vocabulary, or one number per token.
 
 No batch axis and no padding: a batch is one row of T tokens whose forest mask keeps sequences apart. Shapes: T tokens, N selected tokens,
-D model width, H query heads, G key-value heads, K head width, V vocabulary. `formats/families.py` describes the layouts of checkpoints.
-"""
+D model width, H query heads, G key-value heads, K head width, V vocabulary. `formats/families.py` describes the layouts of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Decoder(nn.Module):
     """Token embedding, layers and final norm. A call maps embedded tokens [T, D] to hidden states [T, D].
 
     With `checkpointing`, training keeps only each layer's input and computes the layer again in the backward pass (Chen et al. 2016).
-    `balance`: the load-balancing loss of the last forward pass with gradients, averaged over the layers.
-    """
+    `balance`: the load-balancing loss of the last forward pass with gradients, averaged over the layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -119,8 +117,7 @@ def initial_values(config: ModelConfig, seed: int, name: str, shape: Sequence[in
     """Return the initial values of a weight, or of its part `box`; only the rows of this part are drawn.
 
     Matrices have deviation `config.initializer_range`, see `normal_rows`; gains are one, biases zero. With `config.zero_residual` each
-    block's output matrices and an untied output layer are zero, too (Zhang et al. 2019, Fixup).
-    """
+    block's output matrices and an untied output layer are zero, too (Zhang et al. 2019, Fixup)."""
     first, *rest = box or (slice(None),)
     start, stop, _ = first.indices(shape[0])
     zero = ("o_proj", "down_proj", "lm_head") if config.zero_residual else ()

@@ -2,8 +2,7 @@
 
 refs/<name>/<version>.json                       NAME@VERSION of the project `default`
 refs/.projects/<project>/<name>/<version>.json   NAME@VERSION of another project, which others call PROJECT/NAME@VERSION
-refs/.journal                                    a line for each alias that was ever set, so that lost aliases are noticed
-"""
+refs/.journal                                    a line for each alias that was ever set, so that lost aliases are noticed"""
 
 from __future__ import annotations
 

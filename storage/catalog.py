@@ -31,8 +31,7 @@ class Catalog:
 
     Before a statement reads files, their checksums are verified, up to `MOST_COMPARED` bytes. `uncompared`: bytes that were not verified.
     `output`: a file outside the store that the connection may write. `memory`: memory limit in DuckDB's notation (`1GB`); with a limit,
-    statements do not spill to disk.
-    """
+    statements do not spill to disk."""
 
     def __init__(self, store: Store, output: Path | None = None, memory: str | None = None) -> None:
         self.connection = connect()

@@ -36,8 +36,7 @@ def check(files: Files, artifact: Artifact, read: Sequence[str] = (), *, whole: 
     (if the store is writable), and raise DamagedArtifact.
 
     `read`: see `Artifact.damage`. The default check detects changed or removed files. `whole`: verify all bytes, unless the store verifies
-    every read. Only verifying all bytes detects bit rot, which changes neither size nor modification time.
-    """
+    every read. Only verifying all bytes detects bit rot, which changes neither size nor modification time."""
     artifact = Artifact(artifact.kind, artifact.key, artifact.files)  # so that its manifest is read again
     if not (damage := artifact.damage(read, quick=not whole or artifact.files.checks_reads)):
         return artifact

@@ -56,8 +56,7 @@ def collect(store: Store, *, keep_runs: int, work_days: float, remove: bool) -> 
 
     An artifact is needed if something refers to it or to one of its descendants: an alias, a live run or process, one of the last
     `keep_runs` runs with artifacts, an accepted equivalence, or unfinished work. Keys that only `store` itself holds are not protected.
-    Work is kept while a process holds it, and for `work_days` days after the last write to it.
-    """
+    Work is kept while a process holds it, and for `work_days` days after the last write to it."""
     files, old = store.files, time.time() - work_days * 86_400
     works = files.folders("work")
     abandoned = [key for key in works if all(s.written <= old for s in files.stats(f"work/{key}").values()) and not files.is_held(key)]

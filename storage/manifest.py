@@ -66,8 +66,7 @@ class Manifest:
 
     `inputs_compared`: the checksums of all files that the stage declares to read were verified after it read them. `timings`: wall and CPU
     seconds of the stage and its workers. `peak_memory_bytes`: largest sampled resident memory of the stage and its workers together.
-    `libraries`: versions. `project`: the run's project, empty for the default project. `checksum`: a checksum of all other fields.
-    """
+    `libraries`: versions. `project`: the run's project, empty for the default project. `checksum`: a checksum of all other fields."""
 
     kind: str
     key: str

@@ -44,8 +44,7 @@ class RunLog:
     """The log of a run. `state`: `finished`, `failed`, `at work`, `stopped` by a user, or `crashed` (not at work, no end recorded).
 
     `opened`, `closed`: times of the first and last event. `about`: title, command, recipe, changes, inputs, project, libraries, commit.
-    `lines`: standard error of all processes except the first.
-    """
+    `lines`: standard error of all processes except the first."""
 
     name: str
     flow: str

@@ -39,8 +39,7 @@ class S3Files(Bucket, Files):
     """The files below a prefix in a bucket. Versions are ETags. `term`: see `lease.TERM`.
 
     `read` verifies the checksums of whole files; callers that read a range must verify it themselves. `append` rewrites the whole log.
-    `publish` copies within the bucket; the conditional put of the last file decides which of two writers wins.
-    """
+    `publish` copies within the bucket; the conditional put of the last file decides which of two writers wins."""
 
     term: float = lease.TERM
 

@@ -32,8 +32,7 @@ class TableSchema:
 
     `open`: additional described columns of numbers and words are allowed. `identity`: the artifact's data digest depends on the table's
     content (false for logs with timings). `group_rows`: maximum rows of a Parquet row group, the unit of reading. `shard_bytes`:
-    uncompressed bytes above which there is more than one shard. `selectable`: rows may be kept by reference.
-    """
+    uncompressed bytes above which there is more than one shard. `selectable`: rows may be kept by reference."""
 
     name: str
     schema: pa.Schema

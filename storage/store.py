@@ -8,8 +8,7 @@ refs/                           aliases (see `aliases`) and accepted equivalence
 index.jsonl, puna.duckdb        derived: summaries of the manifests, and SQL views (see `database`)
 runs/<run>.jsonl                the events of a run, with the artifacts that it made or reused; runs/order: the runs by start time
 runs/held-<id>                  the keys that a live process uses; locks/held-<id>: held by that process
-quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts
-"""
+quarantine/                     artifacts that were set aside; quarantine/journal.jsonl: the findings about artifacts"""
 
 from __future__ import annotations
 

@@ -61,8 +61,7 @@ def evaluate(
 ) -> None:
     """Score a model on benchmarks (multiple choice, perplexity, verified answers) or held-out prompts, with confidence intervals.
 
-    If the store has the model's training data, also show the share of questions in that data, and the scores on the other questions.
-    """
+    If the store has the model's training data, also show the share of questions in that data, and the scores on the other questions."""
     from puna.stages.evaluation.benchmark import RESULTS, BenchmarkConfig
 
     if not leads(processes, modules):
@@ -224,8 +223,7 @@ def predict(
     """Forecast the loss that a training budget reaches, with its 95 % interval, and the model shape and number of tokens that reach it.
 
     The forecast is stored with a recipe that trains this model. --outcomes shows each forecast beside the loss measured later: in a run
-    that trained the forecast's model, or in a run on the ladder's data with about the same FLOPs and number of tokens.
-    """
+    that trained the forecast's model, or in a run on the ladder's data with about the same FLOPs and number of tokens."""
     opened = Store.existing(store, project)
     if outcomes:
         if flops or hours or gpu or sequence_length or law != LAW:

@@ -315,8 +315,7 @@ def verify(
 ) -> None:  # fmt: skip
     """Compare files with their checksums. List damaged artifacts, suspects (artifacts made from damaged ones) and lost aliases.
 
-    Exit with status 1 if there are any.
-    """
+    Exit with status 1 if there are any."""
     opened = Store.existing(store, project)
     if trust and name is None:
         raise PunaError("--trust: name the one artifact whose content you accept")

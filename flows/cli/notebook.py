@@ -31,8 +31,7 @@ def open(path: str | Path = DEFAULT_STORE, project: str | None = None) -> Store:
 def connect(store: Store | str | Path = DEFAULT_STORE) -> Catalog:
     """Return a read-only SQL connection to an existing store. `connect(store).sql("from newest.documents")` returns a lazy DuckDB relation.
 
-    The relation's methods `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return the rows. Without a store, raise PunaError.
-    """
+    The relation's methods `.to_arrow_table()`, `.df()` (pandas) and `.pl()` (polars) return the rows. Without a store, raise PunaError."""
     return Catalog(store if isinstance(store, Store) else Store.existing(store))
 
 
@@ -40,8 +39,7 @@ def run(stage: Stage | str, *inputs: Input, store: Store | str | Path = DEFAULT_
     """Return a stage's artifact for the given inputs; if the store does not have it, run the stage.
 
     `stage`: a function declared with `@stage`, or its name. `inputs`: artifacts, ids, aliases or files, assigned by kind; `NAME=ID` assigns
-    to the input NAME. `settings`: fields of the stage's configuration. Raise PunaError if a name, an input or a setting is wrong.
-    """
+    to the input NAME. `settings`: fields of the stage's configuration. Raise PunaError if a name, an input or a setting is wrong."""
     target = launch.target_named(f"stage:{stage.removeprefix('stage:')}") if isinstance(stage, str) else stage
     assert isinstance(target, Stage)
     opened = store if isinstance(store, Store) else Store.open(store)

@@ -1,7 +1,6 @@
 """An HTTP server with OpenAI's API: completions and chat, whole or as server-sent events.
 
-If a client disconnects or a request's time is up, the request is cancelled at the engine's next step (`openai_worker.py`).
-"""
+If a client disconnects or a request's time is up, the request is cancelled at the engine's next step (`openai_worker.py`)."""
 
 from __future__ import annotations
 

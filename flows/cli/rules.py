@@ -290,8 +290,7 @@ def rules(
     A row of FILE has `html` or `text`, and `truth` (the good part of the page's text, empty if there is none) or `good` (true or false, of
     the whole page). It may have `type` and `language`. `pages` counts the pages that a rule drops. `good_lost` and `bad_caught` are shares
     of words, for each rule alone; `first_…` counts only pages where no earlier rule fires. The column of a type or language is the share of
-    its good words that is lost.
-    """
+    its good words that is lost."""
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")
     import_modules(modules)

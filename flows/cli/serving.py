@@ -67,8 +67,7 @@ def serve(
 ) -> None:
     """Publish every flow and stage on the Prefect server at PREFECT_API_URL, and start the runs that the server schedules.
 
-    The schedules of `--cron` replace those that an earlier `puna serve` set on the server. Schedules set in Prefect's UI stay.
-    """
+    The schedules of `--cron` replace those that an earlier `puna serve` set on the server. Schedules set in Prefect's UI stay."""
     _add_modules(modules)
     opened = Store.open(store)
     prepare(opened.root, terminal="WARNING")

@@ -7,8 +7,7 @@
         publish("documents", step(url_dedup, documents=documents))
 
 A `Walk` is one traversal of a flow. Its class defines what `step` does: `trace.Tracer` records the step, `plan.Planner`
-looks up the step's artifact in the store, `perform.Performer` computes the artifact.
-"""
+looks up the step's artifact in the store, `perform.Performer` computes the artifact."""
 
 from __future__ import annotations
 
@@ -178,8 +177,7 @@ def step(
     unless the recipe names it. `through`: the input returned as output of an omitted step (default in documents stages: the documents).
     `number`: the round, which changes the default label and the seed. `adapt`: applied to the final configuration. `serves`: the field of
     the only step that uses the output; if the recipe omits that step and does not name this one, both are omitted. Calls with the same
-    label and inputs share one step.
-    """
+    label and inputs share one step."""
     if through is None and stage.kind == "documents":
         through = next((spec.name for spec in stage.inputs if spec.kind == "documents" and not spec.many), None)
     own = field or label or stage.name

@@ -1,7 +1,6 @@
 """A recipe: the configurations of a flow's steps, the steps to leave out, repeat or add, and the flow's own settings.
 
-Its valid fields are derived from the steps of the flows, see `puna.flows.engine.trace`.
-"""
+Its valid fields are derived from the steps of the flows, see `puna.flows.engine.trace`."""
 
 from __future__ import annotations
 

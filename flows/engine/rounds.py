@@ -2,8 +2,7 @@
 
 A round ends with an artifact of the stage `gate`, whose inputs are the policy and the candidate. A person's `approval` of this artifact
 overrides its verdict. No other state exists: the next round's number, the data already used, and whether an interrupted round must be
-finished all follow from artifacts and aliases.
-"""
+finished all follow from artifacts and aliases."""
 
 from __future__ import annotations
 

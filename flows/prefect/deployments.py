@@ -1,7 +1,6 @@
 """Puna's flows and stages as Prefect flows, each with a form; and the process that runs them.
 
-`puna serve` publishes these Prefect flows on a Prefect server. A form starts the same run as `puna run`.
-"""
+`puna serve` publishes these Prefect flows on a Prefect server. A form starts the same run as `puna run`."""
 
 from __future__ import annotations
 

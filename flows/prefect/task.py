@@ -1,8 +1,7 @@
 """Prefect tasks for the steps of a run that Prefect started.
 
 Prefect's cache is off: the store is the only cache, and a task that finds its artifact ends in the state `Cached`. A run from the command
-line needs no Prefect; `reporter.py` reports the run's steps to a server.
-"""
+line needs no Prefect; `reporter.py` reports the run's steps to a server."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ class OwnSite:
 
     Unless a password or key protects the server (`protected`), the host must be `localhost` or an IP address: another site could let its
     name point to this machine (DNS rebinding), so that its pages count as the server's own. `pages`: matches the paths to which other sites
-    may link; `asking`: matches those to which they may link with a query.
-    """
+    may link; `asking`: matches those to which they may link with a query."""
 
     def __init__(
         self, app: ASGIApp, *, protected: bool, pages: re.Pattern[str] | None = PAGES, asking: re.Pattern[str] | None = ASKING

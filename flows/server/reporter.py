@@ -1,8 +1,7 @@
 """Reports of a run: progress in a file in the store, and steps, logs and results on a Prefect server, if there is one.
 
 A daemon thread sends each step's latest state and the last `MAX_LOGS` unsent log lines. A slow or absent server therefore delays only the
-end of the run, by up to `LAST_SECONDS`; once it answers, it gets everything unsent. No error here can fail or delay a stage.
-"""
+end of the run, by up to `LAST_SECONDS`; once it answers, it gets everything unsent. No error here can fail or delay a stage."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ computes the same sums by plain instructions. As that is slow, `AVAILABLE` is Fa
     y[t, n] = s[t] s'[n] sum_d q[t, d] q'[n, d]
 
 The sums are integers, so the bits of a row of y do not depend on other rows, and equal those of `quantized_linear`. VNNI multiplies
-unsigned bytes by signed bytes: rows of x are stored as q + 128, and 128 times the sum of a row of w is subtracted.
-"""
+unsigned bytes by signed bytes: rows of x are stored as q + 128, and 128 times the sum of a row of w is subtracted."""
 
 from __future__ import annotations
 

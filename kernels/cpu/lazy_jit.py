@@ -1,8 +1,7 @@
 """Decorators for kernels that compile at their first use, so that importing a kernel's file needs neither triton nor numba.
 
 `@triton_jit`, `@numba_jit`, `@strict_jit` and `@inline_jit` return a placeholder. The first use of one replaces all placeholders in the
-file's globals by compiled kernels. Later uses have no extra cost.
-"""
+file's globals by compiled kernels. Later uses have no extra cost."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def numba_jit(function: Callable[..., Any]) -> Any:
     """Return a placeholder for a CPU loop that Python calls: no GIL, cached on disk, sums in any order, NaN and infinities as in IEEE 754.
 
     Use `strict_jit` or `inline_jit` for a loop that other loops call. LLVM optimizes such a loop on its own and again in every caller's
-    object; which copy runs depends on what the process loaded first. With sums in any order, the copies differ in bits.
-    """
+    object; which copy runs depends on what the process loaded first. With sums in any order, the copies differ in bits."""
 
     return _loop(function, fastmath=FAST)
 

@@ -66,8 +66,7 @@ def run_rows(loop: Callable[..., None], rows: int, width: int, *args: Any) -> No
 def exp32(x: Any) -> Any:
     """Return e^x in fp32 to 2 ulp by arithmetic that vectorizes; x outside [-87, 88] counts as the nearest bound.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by Cephes' polynomial, 2^n by writing the exponent.
-    """
+    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by Cephes' polynomial, 2^n by writing the exponent."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)

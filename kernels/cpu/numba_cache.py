@@ -7,8 +7,7 @@ and of the processor.
 
 The wheel and the image include loops compiled for common processors, in `SHIPPED`. A loop is loaded from this machine's cache, else from
 `SHIPPED` if this processor has the target's instructions, else it is compiled. Loops that sum in any order are never shipped: their bits
-depend on the processor.
-"""
+depend on the processor."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def njit(*, cache: bool = True, borrows: bool = False, **options: Any) -> Compil
     """Return `numba.njit(**options)`; with `cache`, a compiled loop on disk is used until a source file on which the loop depends changes.
 
     `borrows`: compile without reference counts; numba then refuses a loop that creates or returns an array. A call that passes a tuple of
-    ten arrays then takes about 10 ns, not 150.
-    """
+    ten arrays then takes about 10 ns, not 150."""
     if borrows:
         options["_nrt"] = False
 

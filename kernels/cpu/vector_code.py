@@ -1,7 +1,6 @@
 """LLVM code for numba's loops over sixteen fp32 numbers at once (`vectors.py`, `vector_products.py`, `int8_products.py`).
 
-A `builder` writes instructions; an address is a 64-bit integer, in bytes.
-"""
+A `builder` writes instructions; an address is a 64-bit integer, in bytes."""
 
 from __future__ import annotations
 

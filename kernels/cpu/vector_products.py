@@ -1,8 +1,7 @@
 """Matrix products for numba's loops, with sums in registers: of rows by rows, and in attention, of rows by pages of keys or values.
 
 A result is computed in a fixed order of fused multiply-adds, so its bits do not depend on other rows. Arrays are given by
-address and stride in bytes.
-"""
+address and stride in bytes."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def _page_scores(width: int, rows: int) -> Any:
     """Return an operation: out[m, 16 j : 16 j + 16] = sum over c < depth of a[m, c] b_j[c, 0:16] for `width` pages b_j of a table.
 
     A number is one chain of fused multiply-adds in the order of c. Pages `AHEAD` places further in the table are prefetched meanwhile, one
-    cache line per line that is multiplied: prefetching all at once would stall the core.
-    """
+    cache line per line that is multiplied: prefetching all at once would stall the core."""
 
     @llvm.operation(types.void, *[types.intp] * 9)
     def scores(builder: Any, count: Any, depth: Any, a: Any, a_row: Any, table: Any, pages: Any, size: Any, out: Any, out_row: Any) -> None:
@@ -93,8 +91,7 @@ def _page_sums(width: int, rows: int) -> Any:
     """Return an operation: out[m, 0 : 16 width] += sum over pages i < length and rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width].
 
     A number is one chain of fused multiply-adds in the order of i and c. The page `AHEAD` places further in the table is prefetched
-    meanwhile.
-    """
+    meanwhile."""
 
     @llvm.operation(types.void, *[types.intp] * 10)
     def values(

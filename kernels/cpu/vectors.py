@@ -1,8 +1,7 @@
 """Vectors of sixteen fp32 numbers, for numba's loops that LLVM's own vectorizer leaves slow.
 
 An arithmetic operation is one IEEE operation per lane; `fma` rounds once. So a loop of these operations has one order of operations, and
-equal bits, on every CPU, and its sums stay in registers. An address is an integer, in bytes.
-"""
+equal bits, on every CPU, and its sums stay in registers. An address is an integer, in bytes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 This is one of two definitions of a line of code. Here a line is judged alone, and a doubtful line counts as code: a prompt, a call, a
 keyword or a parameter's name is enough. The purpose is to protect code: `line_dedup` keeps repeated lines of code, and `language` reads
 prose only from the other lines. `technical` instead counts code as evidence about a page: there a line needs many brackets or operators,
-in any programming language, or a brace at its end. So menus, headings, prices and lists of names do not count as code.
-"""
+in any programming language, or a brace at its end. So menus, headings, prices and lists of names do not count as code."""
 
 from __future__ import annotations
 

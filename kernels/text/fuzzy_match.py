@@ -2,8 +2,7 @@
 
 Every `step`-th n-gram of a document is looked up among the n-grams of all prompts. From a hit, the passage grows in both directions
 while at most `misses` n-grams in a row are absent from the prompt. The share of the prompt that the passage covers is weighted by rarity:
-n-grams that many prompts have ("which of the following is") say little about any prompt.
-"""
+n-grams that many prompts have ("which of the following is") say little about any prompt."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A vector is projected at random to few dimensions (feature hashing; Johnson-Lindenstrauss with signs). A word's hash gives its bucket. The
 bucket's number gives the random signs, so no matrix is stored and all workers compute the same vectors. The cosine of two projected
-vectors estimates the cosine of the TF-IDF vectors with an error of about (1 - cosine^2) / sqrt(dimensions).
-"""
+vectors estimates the cosine of the TF-IDF vectors with an error of about (1 - cosine^2) / sqrt(dimensions)."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ def project(hashes_W: U64, words_D1: I64, weights: NDArray[np.float64], dimensio
     """Return projected TF-IDF vectors of documents [D, dimensions], of length 1. `weights` float64[buckets]: inverse document frequencies.
 
     A bucket's weight in a document is (1 + log of the number of the document's words in the bucket) times the bucket's `weights`. A
-    document without words, or with weights of 0 only, has a zero vector. `dimensions` is a multiple of 64.
-    """
+    document without words, or with weights of 0 only, has a zero vector. `dimensions` is a multiple of 64."""
     documents = len(words_D1) - 1
     out = np.zeros((documents, dimensions), dtype=np.float32)
     count = np.zeros(len(weights), dtype=np.int64)

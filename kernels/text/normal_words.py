@@ -4,8 +4,7 @@ A `Table` holds the bytes that replace each code point; a space separates words.
 ASCII and a copy per other character: a few hundred MB/s per core.
 
 Shapes: D documents, W words, S shingles (of all documents one after another). In a flat array, document d has the elements
-`offsets_D1[d] : offsets_D1[d + 1]`.
-"""
+`offsets_D1[d] : offsets_D1[d + 1]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Personal data in text: e-mail and postal addresses, phone, card, account and social security numbers, IP addresses.
 
-Precision comes first: a number counts only with its checksum, its grouping, or a word beside it that names its kind.
-"""
+Precision comes first: a number counts only with its checksum, its grouping, or a word beside it that names its kind."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Postal addresses in contact blocks: a street with its number beside a postal code, a label or other contact data.
 
 A street alone is not personal data (`Wall Street`, `10 Downing Street` in the news). An address counts only if the text beside it
-shows that it receives post. The patterns cover English, German, Dutch, Swedish, French, Spanish, Italian and Portuguese addresses.
-"""
+shows that it receives post. The patterns cover English, German, Dutch, Swedish, French, Spanish, Italian and Portuguese addresses."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def postal_addresses(text: str, contacts: Callable[[int, int], bool]) -> Iterato
     """Yield start and stop of each address: a street with its number or a post office box, with the postal code and town if they follow.
 
     An address counts with a postal code and town after it, or a label before it (`Address:`). On a line of its own, it also counts in a
-    block with other contact data; contacts(start, stop) returns whether text[start:stop] has contact data.
-    """
+    block with other contact data; contacts(start, stop) returns whether text[start:stop] has contact data."""
     encoded = text.encode("utf-8", "surrogatepass")
     forms = (form for form, words in FORMS if words is None or words.any_in(encoded))
     results = {match.span() for form in forms for match in form.finditer(text)}

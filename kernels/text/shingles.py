@@ -35,8 +35,7 @@ def normalize(text: str) -> str:
     """Return case-folded words without punctuation or accents (U+0300 to U+036F), separated by single spaces; numbers stay as they are.
 
     Characters are mapped one by one; then scripts without spaces are split into words. Digits stay, because only numbers distinguish pages
-    of one template (statistics, product pages).
-    """
+    of one template (statistics, product pages)."""
     return " ".join(split("".join(map(character, text))))
 
 

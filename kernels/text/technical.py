@@ -1,7 +1,6 @@
 """Counts of code lines, formula marks and reasoning words in a text.
 
-Only clear lines of code count here; `puna.kernels.text.code_lines` explains the other definition, by which a doubtful line is code.
-"""
+Only clear lines of code count here; `puna.kernels.text.code_lines` explains the other definition, by which a doubtful line is code."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def code_lines(codes: NDArray[np.uint32]) -> tuple[int, int]:
 
     A code line ends in a brace, or has at least two marks (brackets, operators and the like; its first pair of parentheses counts once)
     that are at least an eighth of its visible characters. In both cases at most a third of its visible characters are digits, and it has an
-    ASCII letter or nothing but marks. It does not begin with a bullet. So tables of numbers and items of lists are not code.
-    """
+    ASCII letter or nothing but marks. It does not begin with a bullet. So tables of numbers and items of lists are not code."""
     lines = code = visible = marks = digits = letters = last = opened = closed = item = 0
     for at in range(len(codes) + 1):
         if at == len(codes) or codes[at] == NEWLINE:

@@ -3,8 +3,7 @@
 The six letters around a place decide if a word begins there: their uni-, bi- and trigrams have weights by position, whose sum plus a bias
 must be positive. This is the model of BudouX (Google 2021) and of Sassano's boosting of word boundaries (2014). The weights come from the
 word boundaries of ICU's dictionaries (`tests/benchmarks/word_breaks.py` measures the agreement). All letters of other scripts count
-as one letter, all digits as one digit. Features end at white space and punctuation, so a line alone has the same words as in its text.
-"""
+as one letter, all digits as one digit. Features end at white space and punctuation, so a line alone has the same words as in its text."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Marking windows of k words that occur twice finds the matches of a suffix array with a minimum length of k words, in bounded memory.
 Two windows with one 64-bit hash are taken as equal. ASCII white space separates words; in scripts without spaces, words begin where
-`unspaced` says. Punctuation stays with its word.
-"""
+`unspaced` says. Punctuation stays with its word."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ Every other character that is not white space is a word by itself, except that a
 spaces (Han, kana, Thai, …) words begin where `unspaced` says. Joiners belong to the word around them; zero width spaces and the mark
 between Tibetan syllables separate words and belong to no word.
 
-Quality signals, near-duplicates, repeated passages, contamination and seed words all split words with this module or with `unspaced`.
-"""
+Quality signals, near-duplicates, repeated passages, contamination and seed words all split words with this module or with `unspaced`."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Words(NamedTuple):
 
     `start`, `stop` int32: range of characters. `hash` uint64: polynomial hash of the characters, so that the
     hash of a concatenation is `hash_a * power_b + hash_b`. `power` uint64: BASE ** length. `folded` uint64:
-    mixed hash of the lower-case word with one zero for each run of digits. `flags` uint8: IS_SYMBOL, HAS_LETTER.
-    """
+    mixed hash of the lower-case word with one zero for each run of digits. `flags` uint8: IS_SYMBOL, HAS_LETTER."""
 
     start: NDArray[np.int32]
     stop: NDArray[np.int32]

@@ -1,7 +1,6 @@
 """A fastText classifier (Joulin et al. 2016, arXiv 1607.01759): the mean vector of words and word n-grams, then a softmax over labels.
 
-Training runs on one thread from seeded weights, so that equal lines give equal models. fastText can load the files.
-"""
+Training runs on one thread from seeded weights, so that equal lines give equal models. fastText can load the files."""
 
 from __future__ import annotations
 

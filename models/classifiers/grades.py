@@ -3,8 +3,7 @@
 Linear models of a document's size, and of features in its first READ bytes: words, numbers, punctuation, lines by length and ending.
 A feature is hashed to a bucket; its value is the square root of its count per word, which is capped at MOST. One model is for English. The
 other was trained on the same English documents, but knows no word (see `form_of`), so it also judges FORM_LANGUAGES.
-`tests/benchmarks/train_grades.py` learns the weights from grades of 0 (worst) to 5 (best); NOTICE names the grades' source.
-"""
+`tests/benchmarks/train_grades.py` learns the weights from grades of 0 (worst) to 5 (best); NOTICE names the grades' source."""
 
 from __future__ import annotations
 

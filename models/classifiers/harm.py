@@ -1,8 +1,7 @@
 """Puna's own harm model: probabilities that an English text is harmful, one for each of CATEGORIES.
 
 A linear model of the words and pairs of neighbouring words in a passage. A document's probability is the mean over the worst SHARE of its
-passages, so a long page is harmful if much of it is. `tests/benchmarks/train_harm.py` learns the weights; NOTICE names their sources.
-"""
+passages, so a long page is harmful if much of it is. `tests/benchmarks/train_harm.py` learns the weights; NOTICE names their sources."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Further features of a block for the network: distance from the body, repeated units, images, words shared with the article.
 
-The decision trees do not get these features, which mislead them on pages that list products or entries.
-"""
+The decision trees do not get these features, which mislead them on pages that list products or entries."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Teasers: the article's body is the deepest element that holds most of the kept p
 is nearly certain of it, or if it has the tags and classes of the body's paragraphs: an article may consist of several sections.
 
 Comments: containers named as comments by class or id are removed with their content, if enough of the article precedes them. In forums,
-questions and reviews comments are the content: only pages that are certainly articles are examined.
-"""
+questions and reviews comments are the content: only pages that are certainly articles are examined."""
 
 from __future__ import annotations
 

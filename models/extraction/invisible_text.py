@@ -133,8 +133,7 @@ def _tag_end(text: NDArray[np.uint8], at: int, stop: int) -> int:
     """Return the end of the tag in brackets that begins at `at`: `[name word="value"]`, `[vc_row]`, `[/name]`; without a tag, `at`.
 
     A bare lower-case name (`[sic]`) is not a tag, nor are notes, lists and BBCode's `[b]`. A tag has an attribute with a value in quotes, a
-    page builder's prefix, or a slash before a name of at least four letters.
-    """
+    page builder's prefix, or a slash before a name of at least four letters."""
     begin = at
     if at + 3 > stop or text[at] != OPEN:
         return begin

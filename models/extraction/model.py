@@ -5,8 +5,7 @@ a block by these scores, and by its text, containers, neighbours and the blocks 
 features of `article`, judges the block by the blocks around it. The block's logit is the mean of both. The page keeps the blocks that give
 the highest expected F1 of words.
 
-`tests/benchmarks/train_extraction.py` trains the weights on labelled pages; NOTICE beside the weights describes the labels.
-"""
+`tests/benchmarks/train_extraction.py` trains the weights on labelled pages; NOTICE beside the weights describes the labels."""
 
 from __future__ import annotations
 

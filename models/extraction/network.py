@@ -1,8 +1,7 @@
 """A network that reads a page's blocks in order and judges a block by the blocks around it and by the page.
 
 A dense layer reads each block, another the mean over the page; then come convolutions over ever wider neighbourhoods. All sums are taken
-in a fixed order, so that all processors compute the same bits.
-"""
+in a fixed order, so that all processors compute the same bits."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Network(NamedTuple):
 def inputs(rows: NDArray[np.float32], mean: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return features [blocks, columns] on a logarithmic scale, standardized by `mean` and `scale`, and clipped to ±`HIGHEST`.
 
-    The bits of 1 + |x|, read as an integer, are a piecewise linear logarithm to base 2.
-    """
+    The bits of 1 + |x|, read as an integer, are a piecewise linear logarithm to base 2."""
     out = np.abs(rows) + np.float32(1)
     bits = out.view(np.int32)
     for b in range(len(rows)):

@@ -2,8 +2,7 @@
 
 A parser's cost grows with products: of elements and open elements, of an element's attributes with themselves, of elements and open
 formatting elements (`b`, `font`, …), which each paragraph opens again. A page can mislead any estimate of the open elements. So the counts
-are upper bounds, whatever the parser's rules: each `<` counts as a tag, also in comments, scripts and attributes.
-"""
+are upper bounds, whatever the parser's rules: each `<` counts as a tag, also in comments, scripts and attributes."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ def parse(html: bytes, technical: bool) -> Parsed:
     """Return the title and the tree, serialized as HTML, of a page in UTF-8. `technical`: convert markup of code and formulas first.
 
     `<option>` elements are removed if there are more than `MAX_OPTIONS`. Raise ParseError if the parser fails; LimitError if it takes more
-    than `SECONDS` of CPU time or `MEMORY` bytes, or its output is too large.
-    """
+    than `SECONDS` of CPU time or `MEMORY` bytes, or its output is too large."""
     own = counts(html)
     if own.options > MAX_OPTIONS:
         html = OPTION.sub("", html.decode()).encode()

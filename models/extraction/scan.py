@@ -2,8 +2,7 @@
 
 A block is the text between two boundaries: the tags of block elements and line breaks. A block holds its text, counts and its
 place in the tree of elements; an element holds its parent, the blocks that it spans and the words of its classes.
-Text is UTF-8: entities are decoded, white space is collapsed except in `pre`, and formulas are read from alternative texts.
-"""
+Text is UTF-8: entities are decoded, white space is collapsed except in `pre`, and formulas are read from alternative texts."""
 
 from __future__ import annotations
 

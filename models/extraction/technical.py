@@ -1,8 +1,7 @@
 """Preparation of pages with code and maths: information in the markup becomes text, so that the extractor keeps it.
 
 Line numbers are removed. Lines of code that are cells of a table or elements of an editor become one `pre`. A formula on a line of its own
-becomes a `pre`. MathML that holds no TeX is replaced by TeX: its plain text would turn a fraction into another formula.
-"""
+becomes a `pre`. MathML that holds no TeX is replaced by TeX: its plain text would turn a fraction into another formula."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ def logits(trees: Splits, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return, for each row, the sum over the trees of the value of the row's leaf [rows].
 
     Rows do not descend the trees. A node whose threshold is below the row's value excludes the leaves of its left subtree; the leftmost
-    leaf that remains is the row's (QuickScorer, Lucchese et al. 2015). LANES rows share each instruction, without branches.
-    """
+    leaf that remains is the row's (QuickScorer, Lucchese et al. 2015). LANES rows share each instruction, without branches."""
     starts, threshold, tree, stays, leaf = trees
     count, features = len(rows), len(starts) - 1
     out = np.zeros(count, np.float32)

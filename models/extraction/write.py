@@ -50,8 +50,7 @@ def data_cells(page: Scan, keep: NDArray[np.bool_]) -> tuple[NDArray[np.int64], 
     """Return each kept block's table cell [blocks], -1 for none, and the cell's column if its row holds data, else -1.
 
     Columns in which no kept cell begins are not counted. A row holds data if all its kept cells are short and some row of its table has
-    two kept cells. If a row has one kept cell, only the cell's first block has a column, so that the cell's lines stay apart.
-    """
+    two kept cells. If a row has one kept cell, only the cell's first block has a column, so that the cell's lines stay apart."""
     elements, blocks, n = page.elements, page.blocks, len(keep)
     cells, columns = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
     inside = [b for b in range(n) if keep[b] and elements[blocks[b, L.ELEMENT], L.FLAGS] & IN_CELL]

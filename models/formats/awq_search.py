@@ -6,8 +6,7 @@ An input's scale is s = (mean |x|)^a, normalized so that its largest and smalles
 norm, or the rows of the preceding matrix, are divided by s. Then a group's range is clipped where that lowers the error. Matrices that read
 the same inputs share scales.
 
-Shapes: T calibration tokens, D inputs, N outputs, groups of `group` neighbouring inputs.
-"""
+Shapes: T calibration tokens, D inputs, N outputs, groups of `group` neighbouring inputs."""
 
 from __future__ import annotations
 

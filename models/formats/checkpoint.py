@@ -1,8 +1,7 @@
 """Checkpoints in Hugging Face's layout: config.json, model.safetensors and the tokenizer's files; GGUF files are read, too.
 
 Checkpoints written here load in transformers, vLLM and llama.cpp's converter as models of their family. Checkpoints of these
-families are read, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled.
-"""
+families are read, sharded or not, in fp32, fp16, bf16 or AWQ's four bits. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def load(
 
     `dtype=None` keeps each tensor's dtype; quantized blocks of a GGUF file are unpacked to float32. On the CPU a folder's tensors then stay
     memory-mapped, and are read on use. `head=None` takes the checkpoint's own head. A missing scalar head is initialized to zero, so that
-    all rewards are equal at first. Raise CheckpointError, naming the file and the field, for anything missing, damaged or unsupported.
-    """
+    all rewards are equal at first. Raise CheckpointError, naming the file and the field, for anything missing, damaged or unsupported."""
     path = Path(path)
     with checkpoint_at(path):
         if path.suffix == GGUF:

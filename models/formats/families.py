@@ -2,8 +2,7 @@
 
 In memory there is one decoder and one `ModelConfig`; on disk a model has the layout of its family (`ModelConfig.model_type`). So
 transformers, vLLM, llama.cpp and lm-eval read Puna's files, and Puna reads theirs. Besides the configuration, only the experts' tensors
-differ: in memory they are stacked, on disk each expert has its own.
-"""
+differ: in memory they are stacked, on disk each expert has its own."""
 
 from __future__ import annotations
 
@@ -233,8 +232,7 @@ def spelled_out(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[s
 
     w = (q - z) s, with z and s of the input's group. On disk a matrix of D inputs and N outputs is: `qweight` [D, N / 8] int32 with eight
     4-bit numbers per element; `qzeros` [D / group, N / 8], packed likewise; `scales` [D / group, N]. `tensors` is changed in place.
-    Raise ValueError, naming the tensor, if a part is missing or does not fit the others.
-    """
+    Raise ValueError, naming the tensor, if a part is missing or does not fit the others."""
     for name in [name for name in tensors if name.endswith(".qweight")]:
         base = name.removesuffix("qweight")
         if lacking := [part for part in AWQ_PARTS if f"{base}{part}" not in tensors]:

@@ -2,8 +2,7 @@
 
 Modules, weights and files are those of `Transformer`: checkpoints of all families in `families.py` load, and a folder saved here has its
 family's layout. `from_transformer` shares a model's weights without a copy. Without a cache, a padded batch is computed as one forest of
-its real tokens, so that padding costs nothing. With a cache (`generate`), the batch stays padded.
-"""
+its real tokens, so that padding costs nothing. With a cache (`generate`), the batch stays padded."""
 
 from __future__ import annotations
 

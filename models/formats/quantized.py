@@ -2,8 +2,7 @@
 
 INT8 or FP8 with a scale per output (LLM.int8, Dettmers et al. 2022; SmoothQuant, Xiao et al. 2023): products are also in 8 bits, and each
 token's input vector gets a scale (`kernels/quantized_linear.py`). NF4 with quantized scales (QLoRA, Dettmers et al. 2023), through
-bitsandbytes: the matrices are frozen, and PEFT adds adapters to them.
-"""
+bitsandbytes: the matrices are frozen, and PEFT adds adapters to them."""
 
 from __future__ import annotations
 

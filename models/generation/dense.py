@@ -1,8 +1,7 @@
 """The forward pass of a dense model's generation on a CPU, as one compiled loop per layer: in fp32, or with the layers' matrices in INT8.
 
 The model's own operators compute what the loops cannot: experts, latent attention, parallel blocks, other dtypes and devices, INT8 without
-AVX-512 VNNI.
-"""
+AVX-512 VNNI."""
 
 from __future__ import annotations
 

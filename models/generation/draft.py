@@ -3,8 +3,7 @@
 A draft has its own cache with the larger model's page numbers: a page is shared, copied, kept or released in both caches.
 A guess drawn from the draft's distribution q is taken with probability min(1, p / q), where p is the larger model's. A rejected guess
 is replaced by a draw from the residual max(p - q, 0). So answers have the larger model's distribution, after penalties, biases, top-k,
-top-p and min-p. At temperature 0 a draft changes no token; else tokens also depend on which steps had room for guesses.
-"""
+top-p and min-p. At temperature 0 a draft changes no token; else tokens also depend on which steps had room for guesses."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ def accept_guesses(p_SV: Tensor, q_SV: Tensor, guesses: Sequence[int], numbers: 
 def distribution(logits_SV: Tensor, rows: Sequence[Draw]) -> tuple[Tensor, dict[int, RowError]]:
     """Return each row's distribution [S, V], at least fp32, after penalties, biases, top-k, top-p and min-p; and row number → error.
 
-    At temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0.
-    """
+    At temperature 0 the likeliest token has probability 1. The logits of a row that fails (a NaN, or no finite entry) count as 0."""
     z_SV = logits_SV.to(wide(logits_SV.dtype), copy=True)
     scale = torch.tensor([1.0 / (row.params.temperature or 1.0) for row in rows], device=z_SV.device)
     tops = (z_SV.amax(1) * scale.to(z_SV)).tolist()

@@ -7,8 +7,7 @@ values in pages (`pages.py`). Prompts and answers stay in the cache as prefixes 
 weights change.
 
 With `exact`, log-probs of drawn tokens are bit-identical to a training forward pass in `exact_passes`. Batching, chunked prompts, pauses
-and cached prefixes do not change them (see `kernels/exact.py`).
-"""
+and cached prefixes do not change them (see `kernels/exact.py`)."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Completion(NamedTuple):
 
     `logprobs[i]` is log softmax(logits / temperature)[tokens[i]] in nats over the whole vocabulary, before penalties, biases, masks,
     top-k, top-p and min-p. A greedy draw counts as temperature 1. `Transformer.token_logprobs` returns the same values at that temperature.
-    `replies`: turns of tools or users between the model's turns (`turns.py`): start, end and messages of each. Their log-probs are 0.
-    """
+    `replies`: turns of tools or users between the model's turns (`turns.py`): start, end and messages of each. Their log-probs are 0."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -113,8 +111,7 @@ class Engine:
     sequences: maximum number of concurrent answers. step_tokens: maximum number of tokens per step, but at least one per running answer.
     memory: bytes of the KV cache. `generation_room` replaces a None in these three. exact: give log-probs bit-identical to training's, only
     in fp32 on a CPU. window: keep only the first `sinks` and last `window` tokens of each sequence (`sinks.py`); None: keep all.
-    The constructor raises ValueError for a model without a language-model head, or for `sinks` and `window` that do not suit it.
-    """
+    The constructor raises ValueError for a model without a language-model head, or for `sinks` and `window` that do not suit it."""
 
     caches: list[Cache]
     scheduler: Scheduler
@@ -141,8 +138,7 @@ class Engine:
 
         An answer's random numbers depend only on the seed, the prompt's tokens and the answer's number. So, without a draft, neither order
         nor batch changes the answer, up to rounding in matrix products (none if the engine is exact). Equal prompts in one call draw
-        different answers. `progress` gets (answers done, all answers). Raise ValueError for an unusable prompt, RowError for a failure.
-        """
+        different answers. `progress` gets (answers done, all answers). Raise ValueError for an unusable prompt, RowError for a failure."""
         self._look()
         repeats: Counter[tuple[int, ...]] = Counter()
         completions: dict[Request, dict[int, Completion]] = {}

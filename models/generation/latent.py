@@ -9,8 +9,7 @@ Two methods give the same numbers, up to the order of sums:
 
 Passes that are not exact use the method with fewer multiplications, or the first method if an adapter wraps the matrix.
 
-Shapes: N the step's tokens, H heads; widths L of latents, C of keys' unrotated part, R of their rotated part, V of values; P pages of S.
-"""
+Shapes: N the step's tokens, H heads; widths L of latents, C of keys' unrotated part, R of their rotated part, V of values; P pages of S."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Sequences and the tree hold references to pages. Each whole page of tokens is a node below the page before it (a radix tree with a page per
 node: SGLang, Zheng et al. 2024). When no page is free, pages held only by the tree are evicted, least recently used first. A page in use
-keeps its predecessor in use, and paths are released from the end, so leaves are evicted first. Shared pages are copied before writes.
-"""
+keeps its predecessor in use, and paths are released from the end, so leaves are evicted first. Shared pages are copied before writes."""
 
 from __future__ import annotations
 

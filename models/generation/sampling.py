@@ -1,8 +1,7 @@
 """Sampling of a step's tokens from the model's logits.
 
 Log-probs are taken from the model's own distribution at the request's temperature (1 for a greedy draw), before penalties, biases,
-masks, top-k, top-p and min-p: `Transformer.token_logprobs` returns the same values.
-"""
+masks, top-k, top-p and min-p: `Transformer.token_logprobs` returns the same values."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ class SamplingParams:
     tokens and answer number. repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the
     answer (Keskar et al. 2019). presence_penalty, frequency_penalty: subtracted from the logit of a token of the answer, once or for each
     occurrence. logit_bias: added to logits, by token id. mask: returns the tokens that may follow. speculate: maximum tokens that a step
-    may guess ahead (`schedule.Pace`); 0 with a mask. priority: waiting requests with the lowest number start first.
-    """
+    may guess ahead (`schedule.Pace`); 0 with a mask. priority: waiting requests with the lowest number start first."""
 
     n: int = 1
     temperature: float = 1.0

@@ -6,8 +6,7 @@ are free, the youngest answer gives its pages back and waits. Later it is recomp
 Further tokens are speculated. A guess is a token that followed the same tokens before (prompt lookup, Saxena 2023), or a token drawn by a
 draft (see `draft.py`). A step computes the guesses with the token before them. Each position of an answer has its own random number. A
 looked-up guess is accepted if it equals the token drawn with that number, so guesses change no answer. The probability of acceptance is the
-model's probability of the token, as in speculative sampling (Leviathan et al. 2023).
-"""
+model's probability of the token, as in speculative sampling (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Log-probs of given tokens, in passes between the engine's steps.
 
 Prompts with a common prefix share the prefix's computation: in sorted order, a prompt continues from the previous prompt's cached keys and
-values. Such a group is a lane; lanes that fit into `step_tokens` together run side by side in ragged passes.
-"""
+values. Such a group is a lane; lanes that fit into `step_tokens` together run side by side in ragged passes."""
 
 from __future__ import annotations
 

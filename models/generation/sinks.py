@@ -2,8 +2,7 @@
 
 Positions count within the cache, as in the paper's 3.2, and keys are cached after rotation. So tokens are dropped in blocks, and the keys
 after a block are rotated back by its length, each key only a few times. Which tokens a token sees depends only on its index in
-the sequence, not on chunks, pauses or the batch.
-"""
+the sequence, not on chunks, pauses or the batch."""
 
 from __future__ import annotations
 

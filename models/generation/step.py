@@ -1,7 +1,6 @@
 """One step of the model on ragged work (any number of tokens of any number of answers), with a KV cache in the pages of `pages.py`.
 
-Shapes: N tokens of the step, D model width. Training uses the same decoder and weights, with another `attend`.
-"""
+Shapes: N tokens of the step, D model width. Training uses the same decoder and weights, with another `attend`."""
 
 from __future__ import annotations
 

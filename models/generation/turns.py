@@ -1,7 +1,6 @@
 """Answers in several turns: after each turn of the model a function replies, and the model continues after the reply.
 
-An answer is one sequence: the model's turns and the replies between them. The engine keeps a turn's pages and computes only the reply.
-"""
+An answer is one sequence: the model's turns and the replies between them. The engine keeps a turn's pages and computes only the reply."""
 
 from __future__ import annotations
 

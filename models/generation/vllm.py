@@ -2,8 +2,7 @@
 
 vLLM's tokens are another draw from the same distribution. `Completion` defines the log-probs: of the whole vocabulary, at the request's
 temperature. vLLM returns log-probs raw (at temperature 1) or processed (at the temperature, after penalties, biases, top-k, top-p, min-p).
-So a temperature other than 0 or 1 together with any of these settings raises ValueError.
-"""
+So a temperature other than 0 or 1 together with any of these settings raises ValueError."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class VllmEngine:
     """A vLLM engine for the model in a folder of Hugging Face's layout.
 
     weights: `same`, or `fp8`: vLLM quantizes the weights while loading. memory: the share (0 to 1) of the GPU's memory that vLLM takes.
-    The constructor raises ImportError if the package vllm is not installed, and ValueError for other `weights`.
-    """
+    The constructor raises ImportError if the package vllm is not installed, and ValueError for other `weights`."""
 
     def __init__(self, folder: Path | str, tokenizer: Tokenizer, weights: str = "same", memory: float = 0.9) -> None:
         import vllm

@@ -1,8 +1,7 @@
 """Naive Bayes on character n-grams: the log-probability of a text in each of several hundred languages.
 
 N-grams of one to four letters within words, hashed; log-probabilities in steps of 1/16. Only languages of the text's script are scored, on
-the first 600 letters, because more letters do not help. `tests/benchmarks/train_language_grams.py` makes `grams.npz`.
-"""
+the first 600 letters, because more letters do not help. `tests/benchmarks/train_language_grams.py` makes `grams.npz`."""
 
 from __future__ import annotations
 

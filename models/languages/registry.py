@@ -2,8 +2,7 @@
 
 Recipes state thresholds for English; for another language, a rule multiplies its threshold by the language's factor for the signal.
 Without a factor (null), the rule skips the language's documents. `languages.tsv` has one row per language and script, with its evidence.
-The setting `language.rows` names a file of the same form with a user's rows, which may leave out columns.
-"""
+The setting `language.rows` names a file of the same form with a user's rows, which may leave out columns."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def read_rows(file: str | Path) -> tuple[LanguageRow, ...]:
     """Return the rows of a file of tab-separated columns; if it is invalid, raise ValueError with the file's name and the line or column.
 
     Columns are the fields of a row and the signals in `SCALED`: a number is a factor, `-` means that the rule abstains. An empty or missing
-    field keeps the value of the replaced row. Items of lists are separated by blanks.
-    """
+    field keeps the value of the replaced row. Items of lists are separated by blanks."""
     rows: list[LanguageRow] = []
     names: list[str] = []
     columns = [name for name in (*LanguageRow.model_fields, *SCALED) if name != "factors"]

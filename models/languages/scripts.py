@@ -67,8 +67,7 @@ def zawgyi_signs(codes: NDArray[np.uint32]) -> tuple[int, int]:
     """Return the counts of Burmese signs that only Zawgyi text has, and that only Unicode text has.
 
     In Zawgyi the vowel E stands before its consonant, in visual order, U+1039 kills a vowel, and U+103A is a medial. In Unicode, E follows
-    a consonant or a medial, U+1039 stacks two consonants, and U+103A kills a vowel.
-    """
+    a consonant or a medial, U+1039 stacks two consonants, and U+103A kills a vowel."""
     zawgyi, plain = 0, 0
     for at in range(len(codes)):
         code = codes[at]

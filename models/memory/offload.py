@@ -2,8 +2,7 @@
 
 Streamed layers are loaded in turn while the layers before them compute. A thread reads weights from disk into one of a few buffers; for a
 GPU, a copy stream moves weights from pinned memory into one of two slots. `planner.py` chooses how many layers are resident. All operations
-and their order equal those of a model in memory, so answers are bit-identical.
-"""
+and their order equal those of a model in memory, so answers are bit-identical."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A pass overlaps loading the streamed layers with computing all layers. It takes the longer of the two times plus a quarter of the shorter.
 Loading does not depend on the number of tokens. Computing takes the longer of reading weights and KV cache from memory and multiplying.
-Answers and weights compete for memory, so each division of memory is rated by its tokens per second. Rates are measured on this machine.
-"""
+Answers and weights compete for memory, so each division of memory is rated by its tokens per second. Rates are measured on this machine."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Each answer is rendered as in serving. P is the conversation before the answer, with the generation prompt; F is the conversation up to and
 including the answer. F must begin with P. The text of F after P, up to the first stop token, is the answer; only the answer and this token
-are trained. An answer that cannot be separated in this way raises ChatError with its turn and the reason.
-"""
+are trained. An answer that cannot be separated in this way raises ChatError with its turn and the reason."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class ChatFormat(Vocabulary):
         """Return the ids of a conversation, as transformers' `apply_chat_template` does, but with special tokens in messages read as text.
 
         A message is a mapping with `role` and `content`. `add_generation_prompt`: end where the model's answer begins. Raise ChatError if
-        the template refuses the conversation, TemplateError without a template.
-        """
+        the template refuses the conversation, TemplateError without a template."""
         (plain, guarded), mark = self.guard(([dict(message) for message in messages], tools))
         return self.encode_markup(self._render(plain, add_generation_prompt, guarded, {}), mark)[0]
 
@@ -101,8 +99,7 @@ class ChatFormat(Vocabulary):
 
         A string as `prompt` is one user message; as `answer`, the assistant's. Special tokens that a message writes out are read as text.
         The answer ends in its stop token unless it was truncated (`finished=False`). The mask has one flag per *answer* token, True for
-        tokens that only the template writes: headers, the stop token. Raise ChatError if the template refuses or no answer is separable.
-        """
+        tokens that only the template writes: headers, the stop token. Raise ChatError if the template refuses or no answer is separable."""
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         (plain, guarded), mark = self.guard(([dict(message) for message in [*turns, turn]], tools))
@@ -126,8 +123,7 @@ class ChatFormat(Vocabulary):
         """Return rows that train every answer of a conversation once: ids and loss mask, rendered together.
 
         There are several rows if later turns change how the template renders earlier turns. Raise ChatError with the turn and the reason
-        if there is no answer or one cannot be separated, or if a turn is invalid (it writes out a special token, for instance).
-        """
+        if there is no answer or one cannot be separated, or if a turn is invalid (it writes out a special token, for instance)."""
         self._check(messages, tools)
         rows: list[Row] = []
         text, last = "", -1

@@ -21,8 +21,7 @@ def grown_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> T
     """Return the tokenizer with up to `count` further tokens after its own. Raise TokenizerError if it is not a byte-level BPE tokenizer.
 
     New tokens merge the token pairs that are most frequent, and occur at least twice, within words of the texts. Old merges come first, so
-    the new ids of a text are its old ids, some of them merged.
-    """
+    the new ids of a text are its old ids, some of them merged."""
     content = json.loads(tokenizer.backend.to_str())
     model, first = content["model"], tokenizer.vocab_size
     unfit = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout")
@@ -52,8 +51,7 @@ def grown_model(model: Transformer, old: Tokenizer, new: Tokenizer) -> Transform
     """Return a model of `model`'s weights with rows for the tokens that `new` adds, or `model` if there are none.
 
     A new row is the mean of the old rows of the tokens that encode the new token's text; of all old rows if no token does (Hewitt 2021).
-    Old rows, and so the logits of old tokens, do not change. Raise ValueError if `new` changes old tokens or merges.
-    """
+    Old rows, and so the logits of old tokens, do not change. Raise ValueError if `new` changes old tokens or merges."""
     import torch
 
     from puna.models.transformer import Transformer

@@ -1,8 +1,7 @@
 """Chat templates: Jinja programs that come with models and render conversations as text.
 
 The environment is that of transformers' `apply_chat_template`: sandboxed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson`
-without HTML escapes, and the tag `generation`. Only the date is fixed, so that a conversation gives the same tokens on any day.
-"""
+without HTML escapes, and the tag `generation`. Only the date is fixed, so that a conversation gives the same tokens on any day."""
 
 from __future__ import annotations
 
@@ -134,8 +133,7 @@ class Template:
         """Return the conversation as text; with `add_generation_prompt` up to where the model's answer begins.
 
         `tools`: JSON schemas. `options`: further variables of the template, such as `enable_thinking`. Arguments of tool calls may be
-        objects or JSON text. Raise TemplateError if the template refuses the conversation, TemplateLimitError if it exceeds a limit.
-        """
+        objects or JSON text. Raise TemplateError if the template refuses the conversation, TemplateLimitError if it exceeds a limit."""
         variables = {**options, "add_generation_prompt": add_generation_prompt, "tools": tools}
         if self._programs is not None:
             return self._programs.render(messages, variables)

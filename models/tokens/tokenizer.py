@@ -1,8 +1,7 @@
 """The tokenizer that comes with a model: any Hugging Face fast tokenizer with its chat template, or one trained here.
 
 Text never becomes a special token: ``<|eot_id|>`` in a document, prompt or answer is encoded as its characters. `render` refuses a training
-conversation whose text holds a special token. Tokenizers trained here are byte-level BPE with Llama 3's special tokens and chat format.
-"""
+conversation whose text holds a special token. Tokenizers trained here are byte-level BPE with Llama 3's special tokens and chat format."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Tokenizer(ChatFormat):
     """A tokenizer: text to token ids and back, and conversations rendered by the model's chat template.
 
     `bos` and `eos` are the ids of the tokens that begin and end a document, None if the model has none. `pad`, the id that pads a batch and
-    is always masked, falls back to `eos`, then 0. `generation`: fields of generation_config.json, by transformers' names.
-    """
+    is always masked, falls back to `eos`, then 0. `generation`: fields of generation_config.json, by transformers' names."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, named: Mapping[str, str], template: str | Mapping[str, str] | None = None,

@@ -1,8 +1,7 @@
 """Safety of untrusted tokenizers: known steps run directly; others are first run with limits on time and memory.
 
 A backtracking regular expression may take time that is polynomial or exponential in a text's length, and replacements may multiply the
-text. A pattern does not show this in general, so a separate process first runs a tokenizer's steps on each text, without the vocabulary.
-"""
+text. A pattern does not show this in general, so a separate process first runs a tokenizer's steps on each text, without the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Text to token ids and back: a Hugging Face fast tokenizer, and which of its tokens are special.
 
-`encode` never returns a special token. Only `encode_markup` reads special tokens, in text that a chat template rendered.
-"""
+`encode` never returns a special token. Only `encode_markup` reads special tokens, in text that a chat template rendered."""
 
 from __future__ import annotations
 

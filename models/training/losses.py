@@ -1,8 +1,7 @@
 """Preference losses by name: pure functions of summed log-probabilities, whose keyword-only parameters are settings.
 
 Other packages register their losses with `@preference_loss("name")`, in modules named by the entry points `puna.losses`. Nothing here
-imports torch before a loss is computed, because forms and preflight checks read the registry.
-"""
+imports torch before a loss is computed, because forms and preflight checks read the registry."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class PairLogprobs:
 
     chosen, rejected                        summed log-probabilities of the chosen and the rejected answers under the policy
     reference_chosen, reference_rejected    the same sums under the reference model; zeros for a loss without a reference
-    chosen_tokens, rejected_tokens          number of tokens in the sums, at least 1
-    """
+    chosen_tokens, rejected_tokens          number of tokens in the sums, at least 1"""
 
     chosen: Tensor
     rejected: Tensor
@@ -68,8 +66,7 @@ class PreferenceLoss:
                      policy over reference [A], desirable [A] bool, the estimated KL divergence, beta, own parameters) -> losses [A].
                      Keyword-only parameters are the loss's own, checked by their annotations.
     of               pairs of a better and a worse answer, or single answers labelled good or bad
-    needs_reference  False if the loss needs no log-probabilities of the reference model
-    """
+    needs_reference  False if the loss needs no log-probabilities of the reference model"""
 
     name: str
     function: Callable[..., Any]
@@ -115,8 +112,7 @@ def sigmoid(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.0, l
     ``x = beta * (chosen_ratio - rejected_ratio) + length_weight * (chosen_tokens - rejected_tokens)``.
 
     DPO (Rafailov et al. 2023); with label_smoothing e conservative DPO (Mitchell 2023); with length_weight R-DPO (Park et al. 2024), which
-    subtracts a length penalty from the reward: a better answer needs a smaller margin if it is longer, a larger one if shorter.
-    """
+    subtracts a length penalty from the reward: a better answer needs a smaller margin if it is longer, a larger one if shorter."""
     longer = length_weight * (pairs.chosen_tokens - pairs.rejected_tokens)
     return _log_ratio_losses(lambda logits: _smooth(logits + longer, label_smoothing, label_smoothing), pairs, beta)
 
@@ -125,8 +121,7 @@ def sigmoid(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.0, l
 def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) -> PairLosses:
     """Return ``(-(1 - e) log sigmoid(x) + e log sigmoid(-x)) / (1 - 2 e)``, e the label_smoothing (robust DPO, Chowdhury et al. 2024).
 
-    If a share e of the labels is flipped, the expected loss is DPO's loss on the correct labels.
-    """
+    If a share e of the labels is flipped, the expected loss is DPO's loss on the correct labels."""
     return _log_ratio_losses(lambda logits: _smooth(logits, label_smoothing, -label_smoothing) / (1 - 2 * label_smoothing), pairs, beta)
 
 
@@ -134,8 +129,7 @@ def robust(pairs: PairLogprobs, beta: float, *, label_smoothing: Flips = 0.1) ->
 def sigmoid_norm(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``-log sigmoid(beta * (chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens))``.
 
-    Length-normalized DPO, the loss of Tülu 3 (Lambert et al. 2024, section 5.1).
-    """
+    Length-normalized DPO, the loss of Tülu 3 (Lambert et al. 2024, section 5.1)."""
     chosen, rejected = beta * pairs.chosen_ratio / pairs.chosen_tokens, beta * pairs.rejected_ratio / pairs.rejected_tokens
     return PairLosses(_minus_logsigmoid(chosen - rejected), chosen, rejected)
 
@@ -144,8 +138,7 @@ def sigmoid_norm(pairs: PairLogprobs, beta: float) -> PairLosses:
 def apo_zero(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``1 - sigmoid(beta * chosen_ratio) + sigmoid(beta * rejected_ratio)`` (APO-zero, D'Oosterlinck et al. 2024, equation 7).
 
-    For chosen answers that are better than the model's own: they become likelier, rejected ones less likely.
-    """
+    For chosen answers that are better than the model's own: they become likelier, rejected ones less likely."""
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return PairLosses((-chosen).sigmoid() + rejected.sigmoid(), chosen, rejected)
 
@@ -154,8 +147,7 @@ def apo_zero(pairs: PairLogprobs, beta: float) -> PairLosses:
 def apo_down(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``sigmoid(beta * chosen_ratio) + 1 - sigmoid(beta * (chosen_ratio - rejected_ratio))`` (APO-down, same paper, equation 8).
 
-    For chosen answers that are worse than the model's own: they become less likely, rejected ones still less.
-    """
+    For chosen answers that are worse than the model's own: they become less likely, rejected ones still less."""
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return PairLosses(chosen.sigmoid() + (rejected - chosen).sigmoid(), chosen, rejected)
 
@@ -170,8 +162,7 @@ def hinge(pairs: PairLogprobs, beta: float) -> PairLosses:
 def ipo(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``(chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1 / (2 beta))^2``.
 
-    IPO (Azar et al. 2023, equation 17, with beta for tau); ratios are averaged over tokens, as in the authors' runs.
-    """
+    IPO (Azar et al. 2023, equation 17, with beta for tau); ratios are averaged over tokens, as in the authors' runs."""
     chosen, rejected = pairs.chosen_ratio / pairs.chosen_tokens, pairs.rejected_ratio / pairs.rejected_tokens
     return PairLosses((chosen - rejected - 1 / (2 * beta)).square(), beta * chosen, beta * rejected)
 
@@ -187,8 +178,7 @@ def simpo(pairs: PairLogprobs, beta: float, *, gamma: Margin = 0.5) -> PairLosse
 def orpo(pairs: PairLogprobs, beta: float) -> PairLosses:
     """Return ``-beta * log sigmoid(log odds(chosen) - log odds(rejected))`` (Hong et al. 2024).
 
-    The odds are ``p / (1 - p)`` with p = exp(mean log-probability of a token). ORPO's likelihood term is the objective's NLL term.
-    """
+    The odds are ``p / (1 - p)`` with p = exp(mean log-probability of a token). ORPO's likelihood term is the objective's NLL term."""
     chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return PairLosses(beta * _minus_logsigmoid(odds), beta * chosen, beta * rejected)
@@ -201,8 +191,7 @@ def kto(
     """Return ``weight * (1 - sigmoid(beta * (ratio - kl)))`` of good answers, ``weight * (1 - sigmoid(beta * (kl - ratio)))`` of bad ones.
 
     KTO (Ethayarajh et al. 2024, equation 8). ratios [A] float: log of policy over reference of an answer; desirable [A] bool;
-    kl: the mean log-ratio of answers to other prompts, at least 0, without a gradient. Returns losses [A].
-    """
+    kl: the mean log-ratio of answers to other prompts, at least 0, without a gradient. Returns losses [A]."""
     import torch
 
     signs = torch.where(desirable, 1.0, -1.0)

@@ -38,8 +38,7 @@ def pack(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
     """Return rows of at most `micro_batch_tokens` tokens, as lists of indices of examples.
 
     Best-fit decreasing: the longest example first, into the fullest row that has room, found by bisection. There are at most 11/9 of the
-    fewest possible rows, plus one. Raise ValueError if an example is longer than a row.
-    """
+    fewest possible rows, plus one. Raise ValueError if an example is longer than a row."""
     for index, length in enumerate(lengths):
         if length > micro_batch_tokens:
             raise ValueError(f"example {index} has {length} tokens, a row holds {micro_batch_tokens}")
@@ -84,8 +83,7 @@ class Sampler(Generic[ExampleT, BatchT]):
     """A function from a step to its micro-batches, for the training loop. The constructor raises ValueError without examples.
 
     A step takes `batch_size` examples, and packs them into rows of at most `micro_batch_tokens` tokens. `length` returns an example's
-    number of tokens. `collate` makes a micro-batch of a row's examples.
-    """
+    number of tokens. `collate` makes a micro-batch of a row's examples."""
 
     def __init__(
         self, examples: Sequence[ExampleT], batch_size: int, collate: Callable[[list[ExampleT]], BatchT], *,

@@ -28,8 +28,7 @@ def iterate(
     """Call `step` until it returns True, at most `most` times.
 
     `arrays` returns the arrays that hold the state of `step`, and `take` restores this state. state: folder in which `Saver` saves the
-    arrays, also at the end if the work took `REPEATED_SECONDS`. identity: values of this work; raise ValueError if the state's differ.
-    """
+    arrays, also at the end if the work took `REPEATED_SECONDS`. identity: values of this work; raise ValueError if the state's differ."""
     done, ended, seconds = 0, False, 0.0
     own = dict(identity or {})
     if state is not None and (saved := load_arrays(state)) is not None:

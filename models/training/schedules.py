@@ -56,8 +56,7 @@ def learning_rate(
       last `decay_steps` as ``1 - sqrt`` (Hägele et al. 2024), to ``final_ratio * peak``.
 
     The last `anneal_steps` then override the schedule with a straight line from the rate the schedule
-    had when annealing began down to 0 (Llama 3, section 3.4.3).
-    """
+    had when annealing began down to 0 (Llama 3, section 3.4.3)."""
     if not 1 <= step <= steps:
         raise ValueError(f"step {step} lies outside 1..{steps}")
     anneal_start = steps - anneal_steps

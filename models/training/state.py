@@ -99,8 +99,7 @@ class Saver:
 
     seconds: time between periodic saves; longer if saving would take more than `SAVE_SHARE` of the time. write: writes the state, or
     returns a job that writes a copy of the state while the training goes on; None: nothing is saved. One job runs at a time: the next
-    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the run passes True.
-    """
+    save, or the end, waits for the job and raises the job's error. agree: returns True if any rank of the run passes True."""
 
     def __init__(self, seconds: float, write: Callable[[], object] | None, agree: Callable[[bool], bool] = bool) -> None:
         self._seconds, self._write, self._agree = seconds, write, agree
@@ -168,8 +167,7 @@ class Saver:
 def save_state(folder: Path, step: int, tensors: Mapping[str, Tensor | NDArray[Any]], record: dict[str, Any]) -> Path:
     """Write the checkpoint of `step` under `folder`, remove all others, and return its path. `tensors`: all of torch or all of numpy.
 
-    The checkpoint is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place.
-    """
+    The checkpoint is written under a temporary name, flushed to disk and renamed: a crash leaves the last complete checkpoint in place."""
     return write_state(folder, step, tensors, json.dumps({"step": step, **record}))
 
 

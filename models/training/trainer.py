@@ -40,8 +40,7 @@ def spike_limits(log: Sequence[Mapping[str, float]], window: int, limit: float) 
 
     A limit is the median over the last `window` steps that were not skipped, plus `limit` standard deviations. The deviation is estimated
     from the median absolute deviation, which an accepted spike hardly widens, and is at least 1 % of the median. Before there are `window`
-    steps that were not skipped, or if `window` is 0, no finite value is a spike.
-    """
+    steps that were not skipped, or if `window` is 0, no finite value is a spike."""
     recent: list[Mapping[str, float]] = []
     for row in reversed(log if window else ()):
         if not row["skipped"]:
@@ -101,8 +100,7 @@ class Trainer:
 
     `weights` are the trained fp32 tensors by name: the model's own parameters or, in bf16, the originals that the optimizer updates while
     the model holds rounded copies. Leaving the trainer's context restores a bf16 model's fp32 weights. A step puts the model into training
-    mode and then restores its mode, so dropout in a model in evaluation mode acts only on steps.
-    """
+    mode and then restores its mode, so dropout in a model in evaluation mode acts only on steps."""
 
     def __init__(
         self, model: nn.Module, objective: Callable[..., tuple[Tensor, dict[str, Any]]], config: TrainConfig,
@@ -293,8 +291,7 @@ def optimizers(held: Parallel, weights: Matrices, config: TrainConfig, scales: M
     """Return the configured optimizer (as `Owners` for matrices split across ranks), and AdamW for the weights that it does not take.
 
     A group's `scale` multiplies its learning rate: the parameter's value in `scales`, else 1, times `embedding_scale` for embeddings.
-    Raise ValueError if `scales` names an unknown parameter.
-    """
+    Raise ValueError if `scales` names an unknown parameter."""
     settings, model = config.optimizer, held.whole
     if unknown := sorted(scales.keys() - held.pieces.keys()):
         raise ValueError(f"there is no trained parameter {unknown[0]} whose learning rate could be scaled")

@@ -1,8 +1,7 @@
 """Processes that run untrusted programs within limits of time and memory: chat templates; patterns of tokenizers and adapters.
 
 A process is started once and reused. Requests are pickled: they come from this process. An untrusted program may have written an answer, so
-answers are JSON, with binary data under the key `BYTES`. A user's own programs run in the same way, with the user's environment.
-"""
+answers are JSON, with binary data under the key `BYTES`. A user's own programs run in the same way, with the user's environment."""
 
 from __future__ import annotations
 

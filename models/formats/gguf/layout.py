@@ -1,8 +1,7 @@
 """Conversion of a model's shape and tensors between GGUF's names and Hugging Face's.
 
 In the architecture `llama`, the rows of the query and key projections are ordered differently: llama.cpp rotates pairs of neighbouring
-rows of a head, Hugging Face rotates row i together with row i + head_dim / 2.
-"""
+rows of a head, Hugging Face rotates row i together with row i + head_dim / 2."""
 
 from __future__ import annotations
 

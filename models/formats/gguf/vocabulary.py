@@ -1,8 +1,7 @@
 """Conversion of tokenizers from and to GGUF, by llama.cpp's rules.
 
 `tokenizer.ggml.pre` names the pre-tokenizer: the regular expressions that split a text before merges are applied. An unknown name is an
-error, because a wrong pre-tokenizer would silently give other tokens.
-"""
+error, because a wrong pre-tokenizer would silently give other tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The common part of objectives: target tokens, and the totals by which a step's sums are divided.
 
 Objectives count denominators (`totals`: tokens, answers, pairs) without the model. The loop adds these counts over the step, and every
-micro-batch divides its sums by the totals. So losses, gradients and metrics of micro-batches add up (not with dropout or experts).
-"""
+micro-batch divides its sums by the totals. So losses, gradients and metrics of micro-batches add up (not with dropout or experts)."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class Targets:
     mask       [N] bool, False if a target does not count in the loss
     lengths    [A] int64, targets per answer; they sum to N and an answer's targets are contiguous
     last       [A] int64, index in the row of each answer's last token
-    prompt     [A] int64, index of each answer's prompt
-    """
+    prompt     [A] int64, index of each answer's prompt"""
 
     forest: Forest
     positions: Tensor
@@ -191,8 +189,7 @@ class Objective(Generic[BatchT]):
     """A loss of a model on a batch.
 
     `objective(model, batch, totals)` returns ``(loss, metrics)``: the batch's share of the step's loss (a differentiable scalar), and
-    the batch's shares of the step's metrics (detached scalars). Without `totals` the batch is the whole step.
-    """
+    the batch's shares of the step's metrics (detached scalars). Without `totals` the batch is the whole step."""
 
     def totals(self, batch: BatchT) -> dict[str, float]:
         """Return this batch's part of the step's denominators, by name."""

@@ -32,8 +32,7 @@ class DpoBatch(Batch):
     targets    each prompt once, with its answers as branches; the mask is False at tokens that the preference term leaves out: with the
                setting `mask_format`, those of the chat template (headers, stop tokens)
     chosen     [M] int64, rejected [M] int64: indices of answers
-    reference  [A] float32: summed unmasked log-probabilities under the reference (`reference_logprobs`); None until they are computed
-    """
+    reference  [A] float32: summed unmasked log-probabilities under the reference (`reference_logprobs`); None until they are computed"""
 
     chosen: Tensor
     rejected: Tensor
@@ -48,8 +47,7 @@ class PreferenceObjective(Objective[BatchT]):
     """A preference loss by name, with a negative log-likelihood (NLL) term on the better answers. Invalid values raise ValueError.
 
     `nll_normalization`: ``sequence``, the mean over the better answers of each answer's mean per token (Pang et al. 2024); ``tokens``, the
-    mean over all tokens of the step's better answers (TRL's ``sft`` loss type). `parameters`: the preference loss's own parameters.
-    """
+    mean over all tokens of the step's better answers (TRL's ``sft`` loss type). `parameters`: the preference loss's own parameters."""
 
     def __init__(
         self, beta: float = 0.1, nll_weight: float = 0.2, nll_normalization: Literal["sequence", "tokens"] = "sequence",
@@ -71,8 +69,7 @@ class Dpo(PreferenceObjective[DpoBatch]):
     stop token is masked, only the NLL term trains the model to end its answers.
 
     Metrics: ``accuracy``, ``margin`` (of the implicit rewards), ``chosen_reward``, ``rejected_reward``,
-    ``chosen_logprob``, ``rejected_logprob``, ``nll``.
-    """
+    ``chosen_logprob``, ``rejected_logprob``, ``nll``."""
 
     def totals(self, batch: DpoBatch) -> dict[str, float]:
         tokens = batch.targets.lengths[batch.chosen].sum()
@@ -136,8 +133,7 @@ class KtoBatch(Batch):
     desirable            [A] bool, True for a good answer
     reference            [A] float32: summed unmasked log-probabilities under the reference
     mismatched           the same prompts, each with answers to other prompts as branches; B answers
-    mismatched_reference [B] float32: summed unmasked log-probabilities of the mismatched answers under the reference
-    """
+    mismatched_reference [B] float32: summed unmasked log-probabilities of the mismatched answers under the reference"""
 
     desirable: Tensor
     reference: Tensor

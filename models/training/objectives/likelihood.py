@@ -24,8 +24,7 @@ class LanguageModeling(Objective[Targets]):
     """Mean cross-entropy over the step's target tokens. Metric: ``bits_per_token``.
 
     With `z_loss`, the term `z_loss` times the mean squared log-normalizer of the logits is added, to keep the log-normalizer near 0 (PaLM,
-    Chowdhery et al. 2022, section 5; OLMo: 1e-5); the metric ``z_loss`` is this term.
-    """
+    Chowdhery et al. 2022, section 5; OLMo: 1e-5); the metric ``z_loss`` is this term."""
 
     def __init__(self, z_loss: float = 0.0) -> None:
         self.z_loss = z_loss
@@ -46,8 +45,7 @@ class Sft(Objective[Targets]):
     """Mean cross-entropy over the step's answer tokens. All tokens weigh the same, not all answers: TRL's convention.
 
     Batches come from `Targets.from_answers`, in which no prompt token is a target. Metric: ``answer_nll``, the mean over answers of the
-    negative log-likelihood summed over an answer's unmasked tokens, in nats.
-    """
+    negative log-likelihood summed over an answer's unmasked tokens, in nats."""
 
     def totals(self, batch: Targets) -> dict[str, float]:
         return {"tokens": float(batch.mask.sum()), "answers": float(batch.answers)}
@@ -61,8 +59,7 @@ def divergence(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tensor:
     """Return the generalized Jensen-Shannon divergence of next-token distributions, given as log-probabilities [N, V] -> [N] nats.
 
     It is ``beta KL(teacher || M) + (1 - beta) KL(student || M)`` with ``M = beta teacher + (1 - beta) student``. Beta 0 gives the forward
-    ``KL(teacher || student)``, beta 1 the reverse ``KL(student || teacher)`` (GKD, Agarwal et al., arXiv 2306.13649, equation 1).
-    """
+    ``KL(teacher || student)``, beta 1 the reverse ``KL(student || teacher)`` (GKD, Agarwal et al., arXiv 2306.13649, equation 1)."""
     if beta == 0:
         return _kl(teacher_NV, student_NV)
     if beta == 1:
@@ -79,8 +76,7 @@ class Distill(Objective[Targets]):
     """Mean `divergence` with `beta` over the step's answer tokens between the model and a frozen teacher, both at `temperature`.
 
     No gradient passes through the sampling of the answers (Agarwal et al., section 3). All tokens of the step weigh the same. Logits that
-    only one of the two models has, because its vocabulary is padded further, are left out.
-    """
+    only one of the two models has, because its vocabulary is padded further, are left out."""
 
     def __init__(self, teacher: Model, beta: float = 1.0, temperature: float = 1.0) -> None:
         self.teacher, self.beta, self.temperature = teacher, beta, temperature

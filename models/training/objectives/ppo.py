@@ -1,7 +1,6 @@
 """Proximal policy optimization (Schulman et al. 2017) on answers, as pure functions and two objectives.
 
-Tensors are flat: N answer tokens, answer by answer, without padding. Advantages and returns come from `kernels.advantages`.
-"""
+Tensors are flat: N answer tokens, answer by answer, without padding. Advantages and returns come from `kernels.advantages`."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from puna.models.training.rl_settings import Baseline, Normalizer, Ratio, Surrog
 def whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Return [N] values shifted and scaled to mean 0 and variance 1 where `mask` is True; 0 elsewhere.
 
-    The sample variance (over count - 1) is used, as in TRL's `masked_whiten`; with fewer than two unmasked values, all results are 0.
-    """
+    The sample variance (over count - 1) is used, as in TRL's `masked_whiten`; with fewer than two unmasked values, all results are 0."""
     weight = mask.to(values.dtype)
     count = weight.sum()
     mean = (values * weight).sum() / count.clamp(min=1)
@@ -32,8 +30,7 @@ def group_advantages(rewards: Tensor, baseline: Baseline, epsilon: float = 1e-6)
 
     ``grpo``: ``(r - mean) / (sample deviation + epsilon)`` (Shao et al. 2024, section 4.1.2); ``mean``: ``r - mean``
     (Dr. GRPO, Liu et al. 2025); ``rloo``: r less the mean of the other n - 1, which is ``(r - mean) n / (n - 1)`` (Kool et al. 2019;
-    Ahmadian et al. 2024). Equal rewards give 0. ``grpo`` and ``rloo`` need n >= 2.
-    """
+    Ahmadian et al. 2024). Equal rewards give 0. ``grpo`` and ``rloo`` need n >= 2."""
     count = rewards.shape[1]
     # The mean of equal rewards may differ from them by rounding; that of their differences is exactly 0.
     differences = rewards - rewards[:, :1]
@@ -47,8 +44,7 @@ def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Base
     """Return the advantages [tokens] of a prompt's answers, answer by answer, from the rewards of the answers' steps.
 
     steps: for each answer, (number of tokens up to a step's end, the step's reward); the last step ends the answer. `group_advantages`
-    turns the rewards of all steps into advantages; a token's advantage is the sum over its own and later steps (Shao et al., 4.1.3).
-    """
+    turns the rewards of all steps into advantages; a token's advantage is the sum over its own and later steps (Shao et al., 4.1.3)."""
     flat = group_advantages(torch.tensor([[reward for some in steps for _, reward in some]]), baseline)[0]
     parts = zip(flat.split([len(some) for some in steps]), steps, strict=True)
     sums = [(part.flip(0).cumsum(0).flip(0), torch.tensor([0, *(end for end, _ in some)]).diff()) for part, some in parts]
@@ -58,8 +54,7 @@ def step_advantages(steps: Sequence[Sequence[tuple[int, float]]], baseline: Base
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """Return [N] ``min(ratio * a, clamp(ratio, 1 - clip, 1 + clip) * a)`` with ``ratio = exp(log_ratio)``.
 
-    log_ratio, advantages [N] float. `clip_high`: the clip range above 1; None or 0: `clip` (DAPO, Yu et al. 2025).
-    """
+    log_ratio, advantages [N] float. `clip_high`: the clip range above 1; None or 0: `clip` (DAPO, Yu et al. 2025)."""
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + (clip_high or clip)) * advantages)
 
@@ -67,16 +62,14 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float, clip_h
 def cispo_surrogate(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Return [N] ``min(ratio, 1 + clip) * a * logprobs``, whose first factor passes no gradient (CISPO, MiniMax 2025).
 
-    All [N] float; ``ratio = exp(log_ratio)``. Tokens out of range keep their gradient. As in the authors' runs, there is no lower bound.
-    """
+    All [N] float; ``ratio = exp(log_ratio)``. Tokens out of range keep their gradient. As in the authors' runs, there is no lower bound."""
     return log_ratio.exp().clamp(max=1.0 + clip).detach() * advantages * logprobs
 
 
 def importance_weights(logprobs: Tensor, sampled: Tensor, cap: float) -> Tensor:
     """Return [N] ``min(p / q, cap)`` of tokens that another engine sampled (truncated importance sampling, Yao et al. 2025).
 
-    logprobs, sampled [N] float: log p under the trained policy, and log q under the engine that sampled the tokens.
-    """
+    logprobs, sampled [N] float: log p under the trained policy, and log q under the engine that sampled the tokens."""
     return (logprobs - sampled).exp().clamp(max=cap)
 
 
@@ -95,8 +88,7 @@ def ppo_value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, c
     """Return half the mean over unmasked targets of the squared error to the returns, or the clipped squared error if that is larger.
 
     values, old, returns [N] float, mask [N] bool, total: number of unmasked tokens of the whole step -> scalar
-    ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``.
-    """
+    ``0.5 * sum(max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)[mask]) / total``."""
     near = old + (values - old).clamp(-clip, clip)
     worst = torch.maximum((values - returns).square(), (near - returns).square())
     return divide(0.5 * torch.where(mask, worst, worst.new_zeros(())).sum(), total)
@@ -107,8 +99,7 @@ class PpoBatch(Batch):
     """Sampled answers with the constants of their rollout; all tensors are [N] float32, in the targets' order. Others raise ValueError.
 
     `importance`: factors on the policy's loss, by token; None: 1. `left_out`: number of the update's answer tokens that are in no batch,
-    because they have no gradient; `answers_left_out`: number of answers that these tokens form. The normalizers count both.
-    """
+    because they have no gradient; `answers_left_out`: number of answers that these tokens form. The normalizers count both."""
 
     logprobs: Tensor
     advantages: Tensor
@@ -130,8 +121,7 @@ class Ppo(Objective[PpoBatch]):
     `temperature`: the sampling temperature, so that old and new log-probs are comparable. `surrogate`, `ratio`, `normalizer`: see
     `GrpoSettings`; `max_tokens`: limit of an answer, for the constant normalizer. Metrics are means over the batches' unmasked tokens:
     ``clip_fraction`` (tokens whose ratio left the clip range), ``approximate_kl`` (of ``ratio - 1 - log ratio``, an estimate of the KL
-    divergence from the sampling policy), ``entropy``. The constructor raises ValueError for values out of range.
-    """
+    divergence from the sampling policy), ``entropy``. The constructor raises ValueError for values out of range."""
 
     def __init__(
         self, clip: float = 0.2, entropy_weight: float = 0.0, temperature: float = 1.0, clip_high: float | None = None,

@@ -17,8 +17,7 @@ def ranked_pairs(prompt: Tensor, rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return all pairs of answers to one prompt in which one ranks before the other.
 
     prompt [A] int64, rank [A] int64 (0 is best, equal ranks make no pair) ->
-    better [M] int64, worse [M] int64: indices of answers; weight [M] float32: 1 / (pairs of the prompt).
-    """
+    better [M] int64, worse [M] int64: indices of answers; weight [M] float32: 1 / (pairs of the prompt)."""
     same = prompt[:, None] == prompt[None, :]
     better, worse = (same & (rank[:, None] < rank[None, :])).nonzero(as_tuple=True)
     if not len(better):
@@ -55,8 +54,7 @@ class Reward(Objective[RewardBatch]):
     (the SFT regularization of Yang et al. 2024, GRM). It preserves the policy's knowledge in the states that the reward head reads.
 
     Metrics: ``accuracy`` (pairs in the correct order; ties count one half), ``margin`` (mean difference of the rewards; in both, all
-    prompts weigh the same), and with `nll_weight` ``nll`` (nats per token). A weight without `head` raises ValueError.
-    """
+    prompts weigh the same), and with `nll_weight` ``nll`` (nats per token). A weight without `head` raises ValueError."""
 
     def __init__(self, nll_weight: float = 0.0, head: Tensor | None = None, softcap: float | None = None) -> None:
         if nll_weight < 0 or (nll_weight > 0 and head is None):

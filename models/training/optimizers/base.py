@@ -1,7 +1,6 @@
 """The base class of optimizers, which declare their parameters, state per weight, memory and default learning rate.
 
-No file of this folder imports torch before an update is computed, because forms and preflight checks read the declarations.
-"""
+No file of this folder imports torch before an update is computed, because forms and preflight checks read the declarations."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Optimizer(ABC):
     learning_rate   the default peak learning rate of a schedule
     whole_matrices  True if an update needs a whole matrix of a layer; AdamW then updates all other weights
 
-    Keyword-only parameters of `__init__` are the optimizer's own: `optimizer.parameters` of a recipe, checked by their annotations.
-    """
+    Keyword-only parameters of `__init__` are the optimizer's own: `optimizer.parameters` of a recipe, checked by their annotations."""
 
     name: ClassVar[str]
     description: ClassVar[str]

@@ -24,8 +24,7 @@ class GaLore(Optimizer):
 
     With the top r left singular vectors P [M, r] of a gradient G [M, N], M <= N (else of its transpose): w <- (1 - lr decay) w -
     lr scale P adam(P^T G). The moments stay when P changes. State: `step`, `projection` P, and the moments [r, N] `exp_avg` and
-    `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Weights: matrices [M, N] or stacks [E, M, N], with M and N above r.
-    """
+    `exp_avg_sq`: M r + 2 r N numbers where AdamW keeps 2 M N. Weights: matrices [M, N] or stacks [E, M, N], with M and N above r."""
 
     name = "galore"
     description = "GaLore, AdamW on projected gradients, for the matrices inside the layers"

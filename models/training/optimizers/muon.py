@@ -22,8 +22,7 @@ Momentum = Annotated[float, Field(ge=0, lt=1, description="Share of the momentum
 def orthogonalize(x_MN: Tensor, iterations: int = 5) -> Tensor:
     """Return approximately U V^T of each matrix's singular value decomposition, [..., M, N].
 
-    Singular values above 0.002 of the Frobenius norm end in 0.68 .. 1.21. Newton-Schulz iteration: in bf16 on a GPU, else in x's dtype.
-    """
+    Singular values above 0.002 of the Frobenius norm end in 0.68 .. 1.21. Newton-Schulz iteration: in bf16 on a GPU, else in x's dtype."""
     a, b, c = COEFFICIENTS
     x = x_MN.bfloat16() if x_MN.is_cuda else x_MN
     tall = x.shape[-2] > x.shape[-1]
@@ -40,8 +39,7 @@ class Muon(Optimizer):
     """Muon: m <- momentum m + g, then w <- (1 - lr decay) w - lr 0.2 sqrt(max(M, N)) orthogonalize(g + momentum m).
 
     The factor 0.2 sqrt(max(M, N)) gives each update the size of a typical AdamW update (Liu et al. 2025), so that AdamW's learning rate
-    and weight decay suit Muon, too. Weights are matrices [M, N] or stacks of matrices [E, M, N].
-    """
+    and weight decay suit Muon, too. Weights are matrices [M, N] or stacks of matrices [E, M, N]."""
 
     name = "muon"
     description = "Muon for the matrices inside the layers"

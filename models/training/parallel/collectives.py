@@ -1,8 +1,7 @@
 """Exchanges between ranks as differentiable functions.
 
 Outside a parallel model, all tensors and gradients are equal on all ranks of a group. Each function states, for forward and backward, what
-its input is: a partial sum, a piece of the rows, or the whole tensor. Of T rows over p ranks, a piece has `cut(T, p)`, with padding.
-"""
+its input is: a partial sum, a piece of the rows, or the whole tensor. Of T rows over p ranks, a piece has `cut(T, p)`, with padding."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 

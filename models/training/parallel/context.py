@@ -1,8 +1,7 @@
 """Context parallelism: a micro-batch's tokens, called rows, are dealt to ranks by cost; a rank has its own queries and all keys and values.
 
 Without a sliding window, a row's attention costs one product per visible key: its depth in the forest plus one. Chunks are dealt by this
-cost, so ranks have nearly equal attention work, whatever the lengths of the documents.
-"""
+cost, so ranks have nearly equal attention work, whatever the lengths of the documents."""
 
 from __future__ import annotations
 

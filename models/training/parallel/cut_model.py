@@ -1,8 +1,7 @@
 """A `Transformer` split over ranks: by matrices (`tensor`), by tokens, also called rows (`context`), or by experts (`expert`).
 
 With `tensor`, each rank has a piece of the rows between blocks (sequence parallel, Korthikanti et al. 2022): rows are all-gathered before
-the attention and feed-forward blocks, and reduce-scattered after these. Objectives see whole tensors, equal on all ranks.
-"""
+the attention and feed-forward blocks, and reduce-scattered after these. Objectives see whole tensors, equal on all ranks."""
 
 from __future__ import annotations
 

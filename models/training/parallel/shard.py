@@ -1,7 +1,6 @@
 """Weights, gradients and optimizer state sharded over ranks by torch's FSDP2, which gathers a layer's weights while the layer computes.
 
-The optimizer works on this rank's rows of each weight, as plain tensors.
-"""
+The optimizer works on this rank's rows of each weight, as plain tensors."""
 
 from __future__ import annotations
 

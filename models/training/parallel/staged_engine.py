@@ -1,8 +1,7 @@
 """Generation over pipeline stages: each rank holds the layers, keys and values of one stage; all ranks plan the same steps.
 
 Prompts are dealt to waves (micro-batches), one per stage. A wave has its own pages and steps: while one stage computes a step of one wave,
-the next stage computes a step of another. The last stage draws the tokens and sends them to the other stages.
-"""
+the next stage computes a step of another. The last stage draws the tokens and sends them to the other stages."""
 
 from __future__ import annotations
 
