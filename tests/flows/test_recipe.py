@@ -119,7 +119,7 @@ def test_arms_in_place_of_the_last_training_have_as_large_a_budget() -> None:
     assert (ranked.pick, ranked.correct, ranked.most) == ("reward_model", True, 2)
     # A round with RL only has an arm that is half finetuning and half RL.
     reinforced = load("demo", ["rounds=1", "sft_again=null", "more_controls=true"])
-    assert inputs_of(reinforced, "grpo_half_1")["policy"] == ("sft_half_1",) and config_of(reinforced, "grpo_half_1").rollouts == 15
+    assert inputs_of(reinforced, "grpo_half_1")["policy"] == ("sft_half_1",) and config_of(reinforced, "grpo_half_1").rollouts == 20
     assert config_of(reinforced, "sample_half_1").answers == 7 and "grpo_rl_1" in labels(reinforced)
     assert not [name for name in labels(load("demo", ["rounds=1", "sft_equal=null"])) if "equal" in name or "control" in name]
     # The iterations split a budget that three does not divide, and have no more than the whole.
