@@ -100,7 +100,7 @@ def test_hostile_requests_do_no_harm_to_judging(store: Store, monkeypatch: pytes
 
 def planned(client: TestClient, given: str) -> str:
     token = re.findall(r'name="token" value="([^"]+)"', client.get("/start/curate").text)[0]
-    return unescape(client.post("/plan/curate", data={"inputs": given, "token": token}).text)
+    return unescape(client.post("/plan/curate", data={"inputs": given, "token": token, "recipe": "clean"}).text)
 
 
 @pytest.mark.parametrize(
