@@ -292,7 +292,8 @@ def test_a_stopped_training_of_trl_saves_its_step_and_ends_with_the_same_bits(
     model = tiny_model(stores[0])
     given = {"model": model, "instructions": [instructions(stores[0])]} if stage == "sft" else {"model": model, "preferences": [preferences(stores[0])]}
     schedule = {"learning_rate": 1e-2, "warmup_steps": 2.0, "shape": "cosine"}
-    settings = {"method": method, "lora": {"rank": 2, "dropout": 0.5}, "engine": "trl", "training": {**STEPS, "schedule": schedule, "epochs": 2.0}}
+    lora = {"lora": {"rank": 2, "dropout": 0.5}} if method == "lora" else {}
+    settings = {"method": method, **lora, "engine": "trl", "training": {**STEPS, "schedule": schedule, "epochs": 2.0}}
     what, config = {
         "sft": (sft, SftConfig), "reward_model": (reward_model, RewardModelConfig), "dpo": (dpo, DpoConfig)
     }[stage]  # fmt: skip

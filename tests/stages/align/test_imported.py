@@ -140,7 +140,9 @@ def test_trl_learns_the_same_tokens(world: World) -> None:
 @pytest.mark.parametrize(("engine", "method"), [("puna", "full"), ("puna", "lora"), ("trl", "lora")])
 def test_preferences_train_reward_models_and_policies(world: World, engine: str, method: str) -> None:
     given = {"model": world.policy, "preferences": [world.preferences]}
-    fit = {"engine": engine, "method": method, "lora": {"rank": 2}, "training": {**FIT, "batch_size": 16, "epochs": 16.0, "schedule": {"learning_rate": 2e-3}}}
+    lora = {"lora": {"rank": 2}} if method == "lora" else {}
+    training = {**FIT, "batch_size": 16, "epochs": 16.0, "schedule": {"learning_rate": 2e-3}}
+    fit = {"engine": engine, "method": method, **lora, "training": training}
     for stage, config in ((reward_model, RewardModelConfig(**fit)), (dpo, DpoConfig(nll_weight=0, **fit))):
         log = execute(stage, config, given, world.store).read("training_log")["loss"].to_pylist()
         assert log[-1] < log[0] == pytest.approx(math.log(2), rel=1e-5), stage.name  # the rewards are equal, and the policy is the reference
