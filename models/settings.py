@@ -47,7 +47,8 @@ class Settings(BaseModel):
         """Raise ValueError if a named field differs from its default: it has no effect, because `why`. `group`: these settings' field."""
         for name in names:
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{group}{name} {value} has no effect: {why}; leave it out")
+                shown = value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, BaseModel) else value
+                raise ValueError(f"{group}{name} {shown} has no effect: {why}; leave it out")
 
 
 def _forget(settings: object, value: Any) -> None:

@@ -234,7 +234,9 @@ def _tell_saved(session: Session, in_server: bool) -> None:
     """Report the saved work of stopped steps, and how to continue the run, on the terminal and to the server."""
     program, *words = sys.argv
     again = "Go on: start the same run again" if in_server else "Go on with the same call"
-    if Path(program).name in ("puna", "main.py"):
+    if ranks.number("SLURM_STEP_NUM_TASKS", 1) > 1:
+        again = "Go on: submit the same job again"
+    elif Path(program).name in ("puna", "main.py"):
         again = f"Go on with: {shlex.join(['puna', *words])}"
     with contextlib.suppress(OSError, PunaError):
         text = message(session.store, session.unfinished, again)
