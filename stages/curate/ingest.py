@@ -316,6 +316,8 @@ def _records(job: Job, config: IngestConfig) -> Iterator[Page | Rejected]:
 
 def _in_file(job: Job, handle: BinaryIO, config: IngestConfig) -> Iterator[Page | Rejected]:
     columns = config.columns_of(job.source)
+    if job.file and not job.file.bytes and job.format in ("warc", "jsonl", "csv", "tsv"):
+        raise PunaError(f"{job.name}: the file is empty")
     if job.format == "arc":
         raise PunaError(f"{job.name}: ARC archives are not supported; convert it to WARC (warcio recompress OLD.arc.gz NEW.warc.gz)")
     if job.format == "warc":

@@ -27,7 +27,7 @@ from puna.stages.io import convert, layouts
 from puna.stages.io.layouts import EMPTY, IGNORE, Plan
 from puna.stages.io.turns import Refused
 from puna.stages.reading.files import Job, address_of, jobs_of, suffix
-from puna.stages.reading.pages import repetitions
+from puna.stages.reading.pages import UNREADABLE, repetitions
 from puna.stages.reading.rows import COLUMNAR, SIDECARS, Fault, Row, format_of, is_text, read_rows, stream_rows
 from puna.stages.verifiers.base import Question
 from puna.stages.verifiers.python_code import PythonFunction
@@ -190,7 +190,10 @@ def _rows(job: Job, config: ImportConfig) -> Iterator[Row | Fault]:
         yield from stream_rows(job.stream())
         return
     with errors_at(f"input {job.file.location}: the file no longer exists", FileNotFoundError), closing(job.file.open()) as handle:
-        yield from read_rows(handle, job.file.location, job.format, config.max_row_bytes)
+        try:
+            yield from read_rows(handle, job.file.location, job.format, config.max_row_bytes)
+        except PunaError as error:
+            yield Fault(0, "", UNREADABLE, f"{error}; write the file again, or leave it out")
 
 
 def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: ImportConfig) -> tuple[Plan | None, dict[str, Any]]:
@@ -206,7 +209,8 @@ def _plan(kind: str, layout: str, name: str, jobs: Sequence[Job], config: Import
         if len(sample) >= SNIFFED_ROWS:
             break
     if not sample and fault is not None:
-        raise PunaError(f"input {name}: none of its first records is a valid row; row {fault.number} {fault.reason}")
+        where = f"row {fault.number} " if fault.number else ""
+        raise PunaError(f"input {name}: none of its first records is a valid row; {where}{fault.reason}")
     if not sample:
         return None, {}
     verified = isinstance(config, PromptRowsConfig) and bool(config.verifier)
@@ -255,7 +259,8 @@ def _read(numbered: tuple[int, Job], plans: dict[str, Plan], kind: str, settings
         if isinstance(values, dict) and not is_text(values):  # JSON within a valid text may decode to lone surrogates
             values = Fault(row.number, "", "invalid_utf8", "contains lone surrogates, which are not valid Unicode text")
         if isinstance(values, Fault):
-            fault = f"{job.location}, row {values.number}{f', field {values.field}' if values.field else ''}: {values.reason}"
+            field = f", field {values.field}" if values.field else ""
+            fault = f"{job.location}, row {values.number}{field}: {values.reason}" if values.number else values.reason
             if config.bad_rows == "refuse":
                 raise PunaError(f"{fault}. Set bad_rows=drop to drop such rows")
             values = {"id": identifier("dropped", job.source, job.name, values.number), "rule": values.rule, "detail": fault}

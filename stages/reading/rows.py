@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A record that is not a row: its number, the faulty field ("": the whole record), the rule, a message."""
+    """A record that is not a row: its number (0: the rest of the file), the faulty field ("": the whole record), the rule, a message."""
 
     number: int
     field: str

@@ -597,6 +597,7 @@ def test_files_that_cannot_be_read_cost_only_themselves(tmp_path):
     pq.write_table(pa.table({"text": ["one", "two"]}), folder / "good.parquet")
     data = (folder / "good.parquet").read_bytes()
     files = {"cut.parquet": data[: len(data) // 2], "magic.parquet": b"XXXX" + data[4:-4] + b"XXXX", "empty.parquet": b"", "twice.csv": b"a,a\n1,2\n"}
+    files |= {"none.jsonl": b"", "none.warc.gz": b""}
     files |= {"old.arc": b"filedesc://x 0.0.0.0 2008 text/plain 76\n1 0 X\n", "cut.csv.gz": gzip.compress(b"text\nx\n" * 99)[:12]}
     for name, body in files.items():
         (folder / name).write_bytes(body)
@@ -607,7 +608,7 @@ def test_files_that_cannot_be_read_cost_only_themselves(tmp_path):
     assert made.rows() == 2 and dropped.keys() == {*files, "none.parquet"} and {rule for rule, _ in dropped.values()} == {"unreadable_file"}
     assert "it has content. Name another one with ingest.text_column" in dropped["none.parquet"][1]
     metrics = made.manifest.metrics
-    assert (metrics["dropped_unreadable_file"], metrics["files_without_page"]) == (7, 7)
+    assert (metrics["dropped_unreadable_file"], metrics["files_without_page"]) == (9, 9)
     assert metrics["files_without_page_are"].startswith("4 .parquet (cut.parquet: not a readable Parquet file")
 
 

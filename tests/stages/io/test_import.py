@@ -321,6 +321,18 @@ def test_wrong_rows_are_named_with_file_row_field_and_reason(tmp_path: Path, kin
         made(tmp_path, kind, file, bad_rows="refuse")
 
 
+def test_a_damaged_file_of_a_folder_is_dropped_by_name(tmp_path: Path) -> None:
+    folder = written(tmp_path / "in", [{"prompt": "a", "chosen": "b", "rejected": "c"}], "parquet").parent
+    whole = next(folder.glob("*.parquet")).read_bytes()
+    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    artifact = made(tmp_path, "preferences", folder)
+    (dropped,) = artifact.read("dropped").to_pylist()
+    assert artifact.rows() == 1 and dropped["rule"] == "unreadable_file"
+    assert "cut.parquet: not a readable Parquet file" in dropped["detail"] and dropped["detail"].endswith("write the file again, or leave it out")
+    with pytest.raises(PunaError, match=r"none of its first records is a valid row; .*cut\.parquet: not a readable Parquet file"):
+        made(tmp_path, "preferences", folder / "cut.parquet")
+
+
 def test_faults_of_hh_dialogues(tmp_path: Path) -> None:
     faults = [line for kind, line, *_ in FAULTS if kind == "preferences" and "Human" in str(line.get("chosen"))]
     rows = [{"chosen": HH.format("2"), "rejected": HH.format("3")}, *faults]
