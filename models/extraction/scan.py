@@ -26,11 +26,6 @@ QUOTES = L.BIT["noscript"] | L.BIT["textarea"]
 NO_BOUND = 1 << 62
 
 
-def read_page(tree: Any) -> Scan:
-    """Return the blocks and elements of a page that Resiliparse has parsed."""
-    return scan(serialize(tree))
-
-
 def serialize(tree: Any) -> bytes:
     """Return the serialized HTML of a page that Resiliparse has parsed."""
     document = tree.document

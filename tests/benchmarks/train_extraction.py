@@ -41,7 +41,7 @@ from puna.models.extraction.model import (
     page_words,
 )
 from puna.models.extraction.network import Network
-from puna.models.extraction.scan import read_page
+from puna.models.extraction.scan import scan, serialize
 from puna.models.extraction.trees import Trees, splits
 from puna.models.extraction.write import text_of
 from tests.benchmarks.extraction_labels import label
@@ -83,7 +83,7 @@ def read(folder: Path, labels: Path, weight: float = 1) -> list[Page]:
         file = folder / f"{row.get('file_id', '')}.html"
         if "file_id" not in row or not file.is_file():
             continue
-        page = read_page(HTMLTree.parse(decode(file.read_bytes(), None, html=True)))
+        page = scan(serialize(HTMLTree.parse(decode(file.read_bytes(), None, html=True))))
         if not len(page.blocks):
             continue
         page = Scan._make(array.copy() for array in page._replace(html=page.html[:0]))  # copies need less memory than the buffers that they come from

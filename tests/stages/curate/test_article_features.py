@@ -11,7 +11,7 @@ from resiliparse.parse.html import HTMLTree
 from puna.models.extraction import layout as L
 from puna.models.extraction.article import ABOVE, LONG, article_features, names
 from puna.models.extraction.layout import PROBES, groups
-from puna.models.extraction.scan import read_page
+from tests.stages.curate.scans import read_page
 
 TEXT = "a harbour was seen by the old mayor of this town and its ships left at noon for another island far away"
 WORDS = TEXT.split()

@@ -8,8 +8,8 @@ from resiliparse.parse.html import HTMLTree
 
 from puna.models.extraction.asides import without_comments
 from puna.models.extraction.model import CERTAIN, PAGE_TYPES, below_the_article
-from puna.models.extraction.scan import read_page
 from puna.models.extraction.write import text_of
+from tests.stages.curate.scans import read_page
 
 STORY = "<p>" + "the ship left the harbour at noon " * 15 + "</p>"  # 105 words
 SAID = "<p>I was there and saw it leave</p>"

@@ -18,12 +18,13 @@ from puna.models.extraction import write as written
 from puna.models.extraction.layout import alone, group_sums, groups
 from puna.models.extraction.model import LEVELS, TOGETHER, agree, best_cut, content, judge, load, made_whole, once, with_headline
 from puna.models.extraction.parse import MAX_ATTRIBUTES, MAX_TAGS, counts
-from puna.models.extraction.scan import read_page, scan
+from puna.models.extraction.scan import scan
 from puna.models.extraction.tags import NUMBER, find
 from puna.models.extraction.trees import LANES, logits, splits
 from puna.models.extraction.write import text_of
 from tests.benchmarks.extraction_labels import label
 from tests.benchmarks.train_extraction import Page, as_arrays, corpus, snippet_labels
+from tests.stages.curate.scans import read_page
 
 
 def texts(html: str) -> list[str]:

@@ -12,10 +12,10 @@ from resiliparse.parse.html import HTMLTree
 from puna.models.extraction.layout import alone
 from puna.models.extraction.model import COLUMNS, chances
 from puna.models.extraction.network import HIGHEST, STEPS, Network, inputs, network_logits
-from puna.models.extraction.scan import read_page
 from puna.models.extraction.trees import splits
 from tests.benchmarks.train_extraction import as_arrays
 from tests.benchmarks.train_network import _as_arrays, _Module
+from tests.stages.curate.scans import read_page
 
 
 def module_and_network(columns: int):

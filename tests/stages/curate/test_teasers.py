@@ -9,8 +9,8 @@ from resiliparse.parse.html import HTMLTree
 
 from puna.models.extraction.asides import SURE, without_teasers
 from puna.models.extraction.model import PAGE_TYPES, below_the_article
-from puna.models.extraction.scan import read_page
 from puna.models.extraction.write import text_of
+from tests.stages.curate.scans import read_page
 
 STORY = "<p>" + "the ship left the harbour at noon " * 8 + "and that was it.</p>"  # 60 words
 BODY = f"<div><article>{STORY}<p>{STORY}</article></div>"
