@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from harm_sets import HARMFUL, HARMLESS, SLURS, development_pages, table, test_set, wikipedia
+from harm_sets import HARMFUL, HARMLESS, SLURS, development_pages, table, heldout_set, wikipedia
 from numpy.typing import NDArray
 from quality import auc
 
@@ -37,7 +37,7 @@ def chances(texts: Sequence[str]) -> NDArray[np.float64]:
 
 def figures(harm: Path, data: Path) -> dict[str, float]:
     """Return the figures of the part `harm`."""
-    judged, result = test_set(harm), {}
+    judged, result = heldout_set(harm), {}
     pages = _pages(data)
     ordinary = [text for texts in pages.values() for text in texts]
     near = _near(harm)

@@ -48,7 +48,7 @@ class Score(NamedTuple):
     score: float
 
 
-def test_set(folder: Path) -> dict[str, list[Score]]:
+def heldout_set(folder: Path) -> dict[str, list[Score]]:
     """Return the texts of the test set by category, each text once."""
     result = {}
     for name, files in FILES.items():
@@ -172,7 +172,7 @@ def seeded(text: str, least: int = 2) -> tuple[Label, ...]:
 
 def training_set(harm: Path, data: Path) -> list[Text]:
     """Return the labelled texts that train the model, without those close to the test set."""
-    runs = close_to(score.text for scores in test_set(harm).values() for score in scores)
+    runs = close_to(score.text for scores in heldout_set(harm).values() for score in scores)
     texts = [*_tweets(data), *_toxicity(harm), *_prompts(harm), *_answers(harm), *_conversations(data), *_stereotypes(harm), *_crisis(harm)]
     texts += [*_words(harm), *_harmless(harm, data)]
     return [text for text in dict.fromkeys(texts) if text.dataset == "words" or not is_close(text.text, runs)]
