@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from harm_sets import HARMFUL, HARMLESS, SLURS, development_pages, table, heldout_set, wikipedia
+from harm_sets import HARMFUL, HARMLESS, SLURS, development_pages, heldout_set, table, wikipedia
 from numpy.typing import NDArray
 from quality import auc
 
