@@ -15,6 +15,7 @@ import importlib.util
 import json
 import random
 import re
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -121,16 +122,16 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
         if record.exists():
             found = json.loads(record.read_text())
         seeds = range(arguments.first, arguments.first + arguments.seeds)
+        store = Store.open(Path(temporary) / "store")
+        (files,) = External.resolve(f"smollm2={next(Path(package.origin).parent.glob('*.gguf'))}")
+        given = execute(import_model, ImportModelConfig(), {"model": files}, store)
         for name, seed in [("before", 0), *((name, seed) for seed in seeds for name in ("control", "domain"))]:
             if (key := f"{name} {seed}") in found:
                 continue
-            with tempfile.TemporaryDirectory() as folder:  # an arm's artifacts are gigabytes
-                store = Store.open(folder)
-                (files,) = External.resolve(f"smollm2={next(Path(package.origin).parent.glob('*.gguf'))}")
-                model, about = execute(import_model, ImportModelConfig(), {"model": files}, store), dict[str, Any]()
-                if name != "before":
-                    model, about = arm(name, seed, store, model, training)
-                found[key] = about | measured(model, heldout)
+            model, about = (given, dict[str, Any]()) if name == "before" else arm(name, seed, store, given, training)
+            found[key] = about | measured(model, heldout)
+            if model is not given:
+                shutil.rmtree(model.path())  # gigabytes
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(json.dumps(found))
     sizes = {name: [float(len(text.encode())) for text in texts] for name, texts in heldout.items()}
