@@ -256,7 +256,7 @@ class Watch:
         `row`: tokens per packed row; `short`: lowest validation loss before a phase with a test. Metrics and a figure are written."""
         from puna.models.training.parallel.base import whole
 
-        length, rise = phase.longest(row * phase.join_rows), self.after - short
+        length, rise = bounds.length or phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)
         seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens
