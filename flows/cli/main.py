@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
@@ -215,6 +217,7 @@ def report(
 
 def main() -> None:
     """Run the command line. Print a PunaError as one message, without a traceback, and exit with status 1."""
+    atexit.register(gc.freeze)  # Python's last collection, over all objects of torch, would be most of the time that the exit takes
     try:
         app()
     except PunaError as error:

@@ -116,6 +116,17 @@ def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
     assert (row["state"], row["artifacts"]) == ("failed", 0) and second == f"error: {row['error']}"
 
 
+def test_a_command_ends_without_a_collection_of_all_its_objects() -> None:
+    """What was registered before the command runs after the command's own."""
+    code = (
+        "import atexit, gc, os; atexit.register(lambda: os.write(1, b'%d' % gc.get_freeze_count())); "
+        "from puna.flows.cli.main import main; main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}
+    done = subprocess.run([sys.executable, "-c", code, "list", "--help"], capture_output=True, text=True, env=environment, check=True)
+    assert int(done.stdout.rpartition("\n")[2].strip() or 0) > 10_000
+
+
 WAITING = """
 import time
 from datetime import UTC, datetime
