@@ -116,15 +116,25 @@ def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
     assert (row["state"], row["artifacts"]) == ("failed", 0) and second == f"error: {row['error']}"
 
 
-def test_a_command_ends_without_a_collection_of_all_its_objects() -> None:
-    """What was registered before the command runs after the command's own."""
-    code = (
-        "import atexit, gc, os; atexit.register(lambda: os.write(1, b'%d' % gc.get_freeze_count())); "
-        "from puna.flows.cli.main import main; main()"
-    )
+@pytest.mark.parametrize(("words", "status"), [(["list", "--help"], 0), (["show", "nothing", "--store", "nowhere"], 1)])
+def test_a_command_ends_with_its_status_after_exit_handlers_and_frees_nothing(words: list[str], status: int) -> None:
+    code = """if True:
+        import atexit, os, sys
+        from puna.flows.cli import main
+        class Freed:
+            def __del__(self): os.write(2, b"freed")
+        sys.kept = Freed()
+        first = atexit.register
+        def later(call, *more):
+            first(call, *more)
+            first(os.write, 2, b"handler ran")
+        main.atexit.register = later
+        main.main()
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}
-    done = subprocess.run([sys.executable, "-c", code, "list", "--help"], capture_output=True, text=True, env=environment, check=True)
-    assert int(done.stdout.rpartition("\n")[2].strip() or 0) > 10_000
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, "handler ran" in done.stderr, "freed" in done.stderr) == (status, True, False), done.stderr
+    assert ("Usage" in done.stdout) == (status == 0)
 
 
 WAITING = """
