@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import sys
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql
+from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql, status
 from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, RanksOption, StoreOption, import_modules, leads
 from puna.flows.engine.console import fail, json_text
 from puna.flows.engine.declare import Flow
@@ -219,25 +215,15 @@ def report(
 
 def main() -> None:
     """Run the command line. Print a PunaError as one message, without a traceback, and exit with status 1."""
-    status = [1]
-    atexit.register(_end, status)
+    status.append(1)
     try:
         try:
             app()
         except PunaError as error:
             fail(str(error))
     except SystemExit as error:
-        status[0] = error.code if isinstance(error.code, int) else int(error.code is not None)
+        status.append(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
-
-
-def _end(status: list[int]) -> None:
-    """End the process after all threads and later handlers of `atexit`. Python's own end would collect and free every object, which takes
-    about two seconds of CPU time after a run that used torch."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status[0])
 
 
 if __name__ == "__main__":

@@ -119,16 +119,12 @@ def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "status"), [(["list", "--help"], 0), (["show", "nothing", "--store", "nowhere"], 1)])
 def test_a_command_ends_with_its_status_after_exit_handlers_and_frees_nothing(words: list[str], status: int) -> None:
     code = """if True:
-        import atexit, os, sys
+        import os, sys, weakref
         from puna.flows.cli import main
         class Freed:
             def __del__(self): os.write(2, b"freed")
         sys.kept = Freed()
-        first = atexit.register
-        def later(call, *more):
-            first(call, *more)
-            first(os.write, 2, b"handler ran")
-        main.atexit.register = later
+        weakref.finalize(main, os.write, 2, b"handler ran")
         main.main()
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}
