@@ -1,0 +1,73 @@
+"""Weights of which each rank keeps some rows, and all of them only while a step or a question is computed.
+
+A pipeline stage uses its weights once per micro-batch, so they are gathered once per step, and their gradients are scattered once: as for
+Llama 3 (2024, section 3.3.2), where FSDP2 would gather and scatter them for each micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from puna.models.training.parallel.base import no_values
+from puna.models.training.parallel.collectives import padded
+from puna.models.training.parallel.mesh import buckets, cut
+
+
+class Gathered:
+    """A context in which a module's weights `whole` have values, rounded to their dtype; outside, they are NaN and take no memory.
+
+    rows: this rank's rows of each weight, in fp32, as `bounds` divides them over the ranks of `group`."""
+
+    def __init__(self, whole: Mapping[str, nn.Parameter], rows: Mapping[str, nn.Parameter], group: Any) -> None:
+        self._whole, self._rows, self._group, self._ranks = whole, rows, group, dist.get_world_size(group)
+        self._sums: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        for names, sizes in self._buckets(self._whole):
+            own = torch.cat([self._padded(name).to(self._whole[name].dtype) for name in names])
+            every = own.new_empty(self._ranks * len(own))
+            dist.all_gather_into_tensor(every, own, group=self._group)
+            for name, values in zip(names, every.view(self._ranks, -1).split(sizes, 1), strict=True):
+                weight = self._whole[name]
+                weight.data = values.reshape(-1, *weight.shape[1:])[: len(weight)]
+
+    def __exit__(self, *_: object) -> None:
+        self._sums = {}
+        for weight in self._whole.values():
+            weight.data, weight.grad = no_values(weight.shape, weight.dtype, weight.device), None
+
+    def collect(self) -> None:
+        """Add up a micro-batch's gradients in fp32. In fp32, they add up by themselves."""
+        for name, weight in self._whole.items():
+            if weight.grad is not None and weight.dtype != torch.float32:
+                gradient, weight.grad = weight.grad.float(), None
+                self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Set the gradient of each rank's rows to the sum of all ranks' gradients."""
+        sums = self._sums or {name: weight.grad for name, weight in self._whole.items() if weight.grad is not None}
+        for names, sizes in self._buckets(sums):
+            every = torch.cat([padded(sums[name], self._ranks).view(self._ranks, -1) for name in names], 1)
+            own = every.new_empty(every.shape[1])
+            dist.reduce_scatter_tensor(own, every.flatten(), group=self._group)
+            for name, values in zip(names, own.split(sizes), strict=True):
+                rows = self._rows[name]
+                rows.grad = values.view(-1, *rows.shape[1:])[: len(rows)]
+
+    def _buckets(self, names: Mapping[str, object]) -> Iterator[tuple[list[str], list[int]]]:
+        """Yield buckets of names, with the number of elements of a rank's padded rows of each."""
+        for some in buckets(names, lambda name: self._whole[name].numel()):
+            shapes = [self._whole[name].shape for name in some]
+            yield some, [cut(shape[0], self._ranks) * math.prod(shape[1:]) for shape in shapes]
+
+    def _padded(self, name: str) -> Tensor:
+        rows = self._rows[name]
+        most = cut(len(self._whole[name]), self._ranks)
+        return torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])]).flatten()
