@@ -122,20 +122,15 @@ class CutTransformer(Transformer):
         return self.head == "lm" and self.config.tie_word_embeddings
 
     @property
-    def is_last(self) -> bool:
-        """True if this rank has the last layer, and so the norm and the head."""
-        return self.stages[-1].stop == self.config.num_hidden_layers
-
-    @property
     def blocks(self) -> nn.ModuleList:
         return nn.ModuleList(self.model.layers[layer] for stage in self.stages for layer in stage)
 
     def has(self, name: str) -> bool:
         """True if this rank's stages need the weight `name`. The embedding is also a tied output layer."""
         if name == EMBEDDING:
-            return self.first == 0 or (self.is_tied and self.is_last)
+            return self.first == 0 or (self.is_tied and self.mesh.is_last_stage)
         if name.startswith((*HEAD, NORM)):
-            return self.is_last
+            return self.mesh.is_last_stage
         return any(int(name.split(".")[2]) in stage for stage in self.stages)
 
     def _cut_matrices(self, decoder: Decoder) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class Gathered:
     def __init__(self, whole: Mapping[str, nn.Parameter], rows: Mapping[str, nn.Parameter], group: Any) -> None:
         self._whole, self._rows, self._group, self._ranks = whole, rows, group, dist.get_world_size(group)
         self._sums: dict[str, Tensor] = {}
+        for name, weight in whole.items():
+            if weight.requires_grad and weight.dtype != torch.float32:
+                weight.register_post_accumulate_grad_hook(partial(self._collect, name))
 
     @torch.no_grad()
     def __enter__(self) -> None:
@@ -42,12 +46,11 @@ class Gathered:
         for weight in self._whole.values():
             weight.data, weight.grad = no_values(weight.shape, weight.dtype, weight.device), None
 
-    def collect(self) -> None:
-        """Add up a micro-batch's gradients in fp32. In fp32, they add up by themselves."""
-        for name, weight in self._whole.items():
-            if weight.grad is not None and weight.dtype != torch.float32:
-                gradient, weight.grad = weight.grad.float(), None
-                self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
+    def _collect(self, name: str, weight: Tensor) -> None:
+        """Add up the gradient of one micro-batch in fp32. In fp32, gradients add up by themselves."""
+        assert weight.grad is not None
+        gradient, weight.grad = weight.grad.float(), None
+        self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
 
     @torch.no_grad()
     def scatter(self) -> None:

@@ -74,9 +74,10 @@ class Layout(Settings):
         return self
 
     def _unproved(self) -> str | None:
-        able = "; ".join(sorted(" x ".join(sorted(some)) for some in PROVED))
-        why = f"no test proves the layout {self} equal to one process; these are proved: {able}"
-        return why if self.axes and self.axes not in PROVED else None
+        if not self.axes or self.axes in PROVED:
+            return None
+        able = f"proved are up to three of {', '.join(DENSE)}, or of {', '.join(READERS)}"
+        return f"no test proves the layout {self} equal to one process; {able}"
 
     def repeated(self, processes: int) -> Layout:
         """Return this layout with `data` multiplied so that it fills `processes` processes; unchanged unless `processes` is a multiple of

@@ -74,16 +74,11 @@ class Pipelined(Cut):
         return no_values(shape, self.dtype, self.device) if self.rounds else super()._piece(name, weight)
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
-        if (gathered := self._gathered) is None:
+        if self._gathered is None:
             return self._run(parts, compute, collect)
-
-        def collect_both() -> None:
-            gathered.collect()
-            collect()
-
-        with gathered:
-            numbers = self._run(parts, compute, collect_both)
-            gathered.scatter()
+        with self._gathered:
+            numbers = self._run(parts, compute, collect)
+            self._gathered.scatter()
             return numbers
 
     def _run(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
@@ -112,7 +107,7 @@ class Pipelined(Cut):
             self._wait_for_sends()
         last, group = self.mesh.rank("pipeline", -1), self.mesh.group("pipeline")
         dist.broadcast(size := torch.tensor(len(out)), last, group)
-        values = out.float().cpu() if self.model.is_last else torch.empty(int(size))
+        values = out.float().cpu() if self.mesh.is_last_stage else torch.empty(int(size))
         dist.broadcast(values, last, group)
         return values
 
