@@ -40,8 +40,10 @@ VARIANTS = {
     "data": tuple(name for name in MODELS if name not in ("plain", "deep")),
 }  # fmt: skip
 INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
+INTERLEAVED_WITH = ((), ("data",), ("shard",), ("tensor",), ("context",), ("shard", "tensor"))
 STATES: tuple[dict[str, int], ...] = (
     {}, {"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, INTERLEAVED, {"context": 2}, {"shard": 2, "tensor": 2},
+    {"shard": 2, "tensor": 2, **INTERLEAVED},
 )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def size(layout: dict[str, int]) -> int:
 
 def equality(pool: Pool) -> dict[str, float]:
     """Compare each layout and objective, the models of one axis, and the rows of the tests, with one process."""
-    layouts = [*(dict.fromkeys(sorted(axes), 2) for axes in PROVED), INTERLEAVED, {"data": 2, **INTERLEAVED}]
+    layouts = [*(dict.fromkeys(sorted(axes), 2) for axes in PROVED), *(dict.fromkeys(some, 2) | INTERLEAVED for some in INTERLEAVED_WITH)]
     jobs = [(layout, objective, "moe" if "expert" in layout else "plain") for layout in layouts for objective in OBJECTIVES]
     jobs += [({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants]
     differences = []
@@ -81,7 +83,7 @@ def read_ratio(pool: Pool) -> float:
     weights."""
     ratios = []
     with tempfile.TemporaryDirectory() as root:
-        for number, layout in enumerate(({"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2})):
+        for number, layout in enumerate(STATES[1:5] + STATES[7:]):
             ratios += pool.run("read_ratio", size(layout), layout=layout, folder=str(Path(root, str(number))))
     return max(ratios)
 
@@ -97,7 +99,7 @@ def weights_ratios() -> dict[str, float]:
     """Return the bytes that a rank reads from disk for its pieces of a model's weights, and the memory that it takes, over the bytes of
     these pieces, for the worst rank of the layouts that split weights. Each layout has a new pool, so that no earlier memory is reused."""
     worst = {"read": 0.0, "taken": 0.0}
-    for layout in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}):
+    for layout in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}, {"shard": 2, "pipeline": 2}):
         pool = Pool(4)
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -40,7 +40,7 @@ def join(device: str = "cpu") -> None:
     if dist.is_initialized():
         return
     if missing := [name for name in MISSING if not os.environ.get(name)]:
-        raise ValueError(f"this process is in no layout: {', '.join(missing)} not set, or empty; start it with torchrun, or with --processes")
+        raise ValueError(f"this process has no layout: {', '.join(missing)} not set, or empty; start it with torchrun, or with --processes")
     host, port, rank, world = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
