@@ -37,7 +37,7 @@ EQUAL = 1e-5
 VARIANTS = {
     "shard": ("tied", "biases", "window", "parallel_block", "moe", "mla"), "tensor": ("tied", "biases", "window", "parallel_block"),
     "pipeline": ("tied", "biases", "window", "parallel_block", "mla"), "context": ("tied", "biases", "window", "parallel_block", "mla"),
-    "data": tuple(name for name in MODELS if name not in ("plain", "deep")),
+    "data": tuple(name for name in MODELS if name not in ("plain", "deep", "dropout")),
 }  # fmt: skip
 INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
 INTERLEAVED_WITH = ((), ("data",), ("shard",), ("tensor",), ("context",), ("shard", "tensor"))

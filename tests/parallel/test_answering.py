@@ -49,8 +49,8 @@ def test_models_that_no_loops_compute(ranks: Run, layout: dict[str, int], varian
     check(ranks, layout, variant=variant, by_loops=False)
 
 
-@pytest.mark.parametrize("layout", [{"pipeline": 4}, {"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
-def test_four_ranks(ranks: Run, layout: dict[str, int]) -> None:
+@pytest.mark.parametrize("layout", [{"pipeline": 4}, {"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"data": 2, "pipeline": 2, "tensor": 2}], ids=str)
+def test_four_ranks_and_eight(ranks: Run, layout: dict[str, int]) -> None:
     check(ranks, layout, layers=4)
 
 
