@@ -34,7 +34,9 @@ class Gathered:
     @torch.no_grad()
     def __enter__(self) -> None:
         for names, sizes in self._buckets(self._whole):
-            own = torch.cat([self._padded(name).to(self._whole[name].dtype) for name in names])
+            flat = [self._rows[name].flatten() for name in names]
+            own = torch.cat([nn.functional.pad(rows, (0, size - len(rows))) for rows, size in zip(flat, sizes, strict=True)])
+            own = own.to(self._whole[names[0]].dtype)
             every = own.new_empty(self._ranks * len(own))
             dist.all_gather_into_tensor(every, own, group=self._group)
             for name, values in zip(names, every.view(self._ranks, -1).split(sizes, 1), strict=True):
@@ -55,7 +57,8 @@ class Gathered:
     @torch.no_grad()
     def scatter(self) -> None:
         """Set the gradient of each rank's rows to the sum of all ranks' gradients."""
-        sums = self._sums or {name: weight.grad for name, weight in self._whole.items() if weight.grad is not None}
+        both = {name: self._sums.get(name, weight.grad) for name, weight in self._whole.items()}
+        sums = {name: gradient for name, gradient in both.items() if gradient is not None}  # in one order on all ranks
         for names, sizes in self._buckets(sums):
             every = torch.cat([padded(sums[name], self._ranks).view(self._ranks, -1) for name in names], 1)
             own = every.new_empty(every.shape[1])
@@ -69,8 +72,3 @@ class Gathered:
         for some in buckets(names, lambda name: self._whole[name].numel()):
             shapes = [self._whole[name].shape for name in some]
             yield some, [cut(shape[0], self._ranks) * math.prod(shape[1:]) for shape in shapes]
-
-    def _padded(self, name: str) -> Tensor:
-        rows = self._rows[name]
-        most = cut(len(self._whole[name]), self._ranks)
-        return torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])]).flatten()

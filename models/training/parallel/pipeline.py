@@ -74,29 +74,24 @@ class Pipelined(Cut):
         return no_values(shape, self.dtype, self.device) if self.rounds else super()._piece(name, weight)
 
     def forward_backward(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
-        if self._gathered is None:
-            return self._run(parts, compute, collect)
-        with self._gathered:
-            numbers = self._run(parts, compute, collect)
-            self._gathered.scatter()
-            return numbers
-
-    def _run(self, parts: Sequence[Part], compute: Compute, collect: Callable[[], None]) -> tuple[Tensor | None, Values]:
         waiting: dict[tuple[int, int], tuple[Tensor | None, Tensor, Values]] = {}
         total: Tensor | None = None
         metrics: Values = {}
-        for number, stage, backward in schedule(self._rank, self._ranks, self._stages, len(parts)):
-            if backward:
-                self._backward(stage, *waiting.pop((number, stage))[:2])
-                collect()
-                continue
-            waiting[number, stage] = self._forward(stage, *parts[number], compute)  # a local variable would keep the result alive
-            if stage == self._stages - 1:
-                loss = waiting[number, stage][1].detach().float()
-                total = loss if total is None else total + loss
-                for name, value in waiting[number, stage][2].items():
-                    metrics[name] = metrics[name] + value if name in metrics else value
-        self._wait_for_sends()
+        with self._gathered or nullcontext():
+            for number, stage, backward in schedule(self._rank, self._ranks, self._stages, len(parts)):
+                if backward:
+                    self._backward(stage, *waiting.pop((number, stage))[:2])
+                    collect()
+                    continue
+                waiting[number, stage] = self._forward(stage, *parts[number], compute)  # a local variable would keep the result alive
+                if stage == self._stages - 1:
+                    loss = waiting[number, stage][1].detach().float()
+                    total = loss if total is None else total + loss
+                    for name, value in waiting[number, stage][2].items():
+                        metrics[name] = metrics[name] + value if name in metrics else value
+            self._wait_for_sends()
+            if self._gathered is not None:
+                self._gathered.scatter()
         return total, metrics
 
     @torch.no_grad()
