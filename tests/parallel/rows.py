@@ -31,7 +31,7 @@ class Row(NamedTuple):
     @property
     def rounds_alike(self) -> bool:
         """True if ranks compute the numbers of one process, in the same order within a micro-batch, and only then sum them in fp32."""
-        return set(self.layout) <= {"data", "shard"} or (set(self.layout) <= {"data", "pipeline", "virtual_stages"} and not self._is_tied)
+        return set(self.layout) <= {"data", "shard", *(() if self._is_tied else ("pipeline", "virtual_stages"))}
 
     @property
     def _is_tied(self) -> bool:
