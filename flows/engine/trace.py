@@ -219,24 +219,27 @@ def config_schema(stage: Stage, **options: Any) -> dict[str, Any]:
 
 def schema_named(name: str) -> dict[str, Any] | None:
     """Return the schema of a step or setting that a recipe of any flow can hold; None if there is none of this name."""
-    for flow in load_flows().values():
-        if (step := fields(flow).get(name)) is not None:
-            return config_schema(step.stage)
-        if (own := schema(flow)["properties"].get(name)) is not None:
-            return dict(own)
-    return None
+    every = load_flows().values()
+    if (step := next((own[name] for own in map(fields, every) if name in own), None)) is not None:
+        return config_schema(step.stage)
+    return next((own[name] for own in (_settings(flow)["properties"] for flow in every) if name in own), None)
+
+
+def _settings(flow: Flow) -> dict[str, Any]:
+    """Return the JSON schema of what a recipe of the flow holds beside steps."""
+    general = General.model_json_schema(ref_template="#/$defs/{model}")
+    for setting in everything(flow).settings.values():
+        bounds = {"type": "integer", "minimum": setting.minimum, "maximum": setting.maximum}
+        typed: dict[str, Any] = {"type": "boolean"} if isinstance(setting.default, bool) else bounds
+        general["properties"][setting.name] = {**typed, "default": setting.default, "description": setting.description}
+    return general
 
 
 def schema(flow: Flow) -> dict[str, Any]:
     """Return the JSON schema of the flow's recipes, for forms and editors."""
-    outline = everything(flow)
-    general = General.model_json_schema(ref_template="#/$defs/{model}")
+    general = _settings(flow)
     definitions: dict[str, Any] = general["$defs"]
     properties: dict[str, Any] = general["properties"]
-    for setting in outline.settings.values():
-        bounds = {"type": "integer", "minimum": setting.minimum, "maximum": setting.maximum}
-        typed: dict[str, Any] = {"type": "boolean"} if isinstance(setting.default, bool) else bounds
-        properties[setting.name] = {**typed, "default": setting.default, "description": setting.description}
     for name, step in fields(flow).items():
         own = config_schema(step.stage, ref_template="#/$defs/{model}")
         definitions.update(own.pop("$defs", {}))

@@ -170,13 +170,14 @@ def hints(rules: Container[str]) -> str:
 def check_inputs(inputs: list[External], config: IngestConfig) -> None:
     """Raise PunaError if the inputs cannot be read as configured. At least one file must contain a row and the named columns (Parquet), a
     row that gives a page (JSON, CSV), or a byte (other formats)."""
-    rejected: Rejected | None = None
+    rejected: list[Rejected] = []
     for job in _jobs(inputs, config):
         first = _first(job, config)
         if first is True:
             return
-        rejected = rejected or first or None
-    wrong = f" that can be read: {rejected.detail}{hints([rejected.rule])}" if rejected else ": there is nothing to read"
+        rejected += [first] if first else []
+    why = "; ".join(one.detail for one in rejected[:3]) + hints({one.rule for one in rejected[:3]})
+    wrong = f" that can be read: {why}{'; …' if len(rejected) > 3 else ''}" if rejected else ": there is nothing to read"
     raise PunaError(f"the inputs {', '.join(external.uri for external in inputs)} have no rows{wrong}")
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -142,12 +143,13 @@ def test_types_whose_values_share_bytes_are_refused_by_name(column: pa.Array) ->
 
 
 def test_an_import_and_an_ingest_say_so(tmp_path: Path) -> None:
-    (tmp_path / "bomb.parquet").write_bytes(parquet(TABLE.rename_columns(["prompt", "completion"])))
+    (tmp_path / "bomb.parquet").write_bytes(parquet(pa.table({"prompt": [TEXT] * ROWS, "completion": map(str, range(ROWS))})))
     inputs = External.resolve(str(tmp_path / "bomb.parquet"))
     store = Store.open(tmp_path / "store")
-    with pytest.raises(PunaError, match=r"bomb\.parquet: its [\d,]+ bytes unpack to [\d,]+ and more"):
-        execute(import_instructions, ImportInstructionsConfig(), {"inputs": inputs}, store)
-    with pytest.raises(PunaError, match=r"bomb\.parquet: its [\d,]+ bytes unpack to [\d,]+ and more"):
+    made = execute(import_instructions, ImportInstructionsConfig(), {"inputs": inputs}, store)
+    (words,) = [row["detail"] for row in made.read("dropped").to_pylist() if row["rule"] == "unreadable_file"]
+    assert re.search(r"bomb\.parquet: its [\d,]+ bytes unpack to [\d,]+ and more", words) is not None and 0 < made.rows() < ROWS
+    with pytest.raises(PunaError, match=r"no page is kept; .*bomb\.parquet: its [\d,]+ bytes unpack to [\d,]+ and more"):
         execute(ingest, IngestConfig(text_column="prompt"), {"inputs": inputs}, store)
 
 

@@ -69,5 +69,5 @@ def test_ingest_that_keeps_no_page_says_what_became_of_the_records(tmp_path: Pat
         execute(ingest, IngestConfig(), {"inputs": External.resolve(str(file))}, store)
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text("")
-    with pytest.raises(PunaError, match="ingest: .*: no page is kept; files 1, records 0$"):
+    with pytest.raises(PunaError, match=r"no page is kept; .*: 1 unreadable_file; 1 \.jsonl \(nothing\.jsonl: the file is empty\)$"):
         execute(ingest, IngestConfig(), {"inputs": External.resolve(str(nothing))}, store)

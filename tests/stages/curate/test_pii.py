@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +23,7 @@ from puna.stages.contract import execute
 from puna.stages.curate import pii as module
 from puna.stages.curate.pii import PiiConfig, pii
 from puna.storage import Store
+from tests.linear import stopped_if_quadratic
 
 ALL = tuple(FINDERS)
 
@@ -341,9 +341,8 @@ def test_streets_that_repeat_are_looked_around_once():
     ids=["blanks", "lines", "towns", "streets"],
 )
 def test_blanks_and_hyphens_beside_a_street_are_cut_in_one_way(text):
-    started = time.process_time()
-    assert find(text, ("address",)) == []
-    assert time.process_time() - started < 5  # takes less than a second; trying all ways took from 40 seconds to years
+    with stopped_if_quadratic():  # trying all ways took from 40 seconds to years
+        assert find(text, ("address",)) == []
 
 
 def test_spans_of_a_kind_between_those_of_another_are_put_in_order_at_once(monkeypatch):
@@ -351,9 +350,8 @@ def test_spans_of_a_kind_between_those_of_another_are_put_in_order_at_once(monke
     for entity, start in (("email", 1), ("ip_address", 2), ("address", 0)):  # the last span overlaps both
         spans = [personal.Span(at + start, at + start + 1 + (start == 0), entity) for at in range(0, 3 * count, 3)]
         monkeypatch.setitem(personal.FINDERS, entity, lambda _text, _seen, spans=spans: iter(spans))
-    started = time.process_time()
-    spans = find(" " * 3 * count, ("email", "ip_address", "address"), personal.EVERY)
-    assert time.process_time() - started < 5  # takes one or two seconds; inserting each span in its place took half a minute
+    with stopped_if_quadratic():  # inserting each span in its place took half a minute
+        spans = find(" " * 3 * count, ("email", "ip_address", "address"), personal.EVERY)
     assert [span[:2] for span in spans] == [(at, at + 1) for at in range(3 * count) if at % 3]
 
 
