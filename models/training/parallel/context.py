@@ -5,7 +5,6 @@ cost, so ranks have nearly equal attention work, whatever the lengths of the doc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,7 @@ from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Parallel
 from puna.models.training.parallel.collectives import add_parts, gather_rows
 from puna.models.training.parallel.cut_model import EMBEDDING, CutTransformer, Rows, piece_of, place
-from puna.models.training.parallel.mesh import Mesh, by_load, cut
+from puna.models.training.parallel.mesh import Mesh, by_load
 from puna.models.transformer import Transformer
 
 CHUNKS = 16  # minimum chunks per rank, if there are enough rows
@@ -64,10 +63,6 @@ class ContextTransformer(CutTransformer):
     def rows(self, forest: Forest) -> Rows:
         return self._rows(forest, deal(forest.mask.depths, self.mesh.size("context")))
 
-    def count(self, forest: Forest) -> int:
-        chunks = deal(forest.mask.depths, self.mesh.size("context")).chunks[self.rank]
-        return cut(sum(stop - start for start, stop in chunks), self.mesh.size("tensor"))
-
     def _rows(self, forest: Forest, dealt: Deal) -> Rows:
         own = dealt.rows(self.rank)
         masks = {window: forest.mask.within(window).some_tiles(dealt.chunks[self.rank]) for window in set(self.config.windows)}
@@ -76,7 +71,7 @@ class ContextTransformer(CutTransformer):
             k_TGK, v_TGV = (self._all_rows_of(x, dealt, partial=True).contiguous() for x in (k_nGK, v_nGV))
             return attention_of_rows(q_nHK, k_TGK, v_TGV, masks[self.config.windows[layer]])
 
-        return Rows(forest.tokens[own], forest.positions[own], attend)
+        return forest.tokens[own], forest.positions[own], attend
 
     def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
         """Return the final hidden states of this rank's rows, and the assignment of rows to ranks."""
@@ -127,11 +122,7 @@ class Cut(Parallel):
             place(model, name, parameter)
         if model.is_tied:
             model.lm_head.weight = model.model.embed_tokens.weight
-        self._keep(self.held)
+        self.parameters, self.frozen = ({n: p for n, p in self.held.items() if p.requires_grad == on} for on in (True, False))
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         return own(weight, self.pieces[name].slices(), self.device)
-
-    def _keep(self, held: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = {name: p for name, p in held.items() if p.requires_grad}
-        self.frozen = {name: p for name, p in held.items() if not p.requires_grad}

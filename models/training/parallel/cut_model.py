@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from puna.models.training.parallel.mesh import Mesh, bounds, cut
 from puna.models.training.parallel.vocabulary import Share
 from puna.models.transformer import Decoder, Transformer, decode, forest_attend, softcap
 
+Rows = tuple[Tensor, Tensor, Attend]  # tokens of a forest whose states a rank computes, their position ids, and their attention
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism splits along the outputs (linear layers) or along the vocabulary."""
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "model.norm."
@@ -81,14 +82,6 @@ class CutExperts(Experts):
         offsets_e1 = torch.cat([theirs_pe.new_zeros(1), theirs_pe.sum(0).cumsum(0)])
         y_MD = super().forward(rows_MD[order_M], offsets_e1)
         return exchange_rows(y_MD[order_M.argsort()], receive, send, self.group)
-
-
-class Rows(NamedTuple):
-    """The tokens of a forest whose states a rank computes, with their position ids, and their attention."""
-
-    tokens: Tensor
-    positions: Tensor
-    attend: Attend
 
 
 class CutTransformer(Transformer):
@@ -171,8 +164,7 @@ class CutTransformer(Transformer):
         return add_parts(embedding.part(tokens), self.tensor) if isinstance(embedding, VocabularyEmbedding) else embedding(tokens)
 
     def decode(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        y_ND = self._run(own_rows(x_ND, self.tensor), positions, attend, -1)
-        return gather_rows(y_ND, len(positions), self.tensor, partial=False)
+        return gather_rows(self._run(own_rows(x_ND, self.tensor), positions, attend, -1), len(positions), self.tensor, partial=False)
 
     def _take(self) -> Tensor | None:
         inputs, self.given = self.given, None
@@ -188,20 +180,15 @@ class CutTransformer(Transformer):
         return y_nD
 
     def rows(self, forest: Forest) -> Rows:
-        return Rows(forest.tokens, forest.positions, forest_attend(self.config, forest.mask))
-
-    def count(self, forest: Forest) -> int:
-        """Return the number of rows that this rank has between blocks: its piece of its tokens' rows."""
-        return cut(len(forest), self.mesh.size("tensor"))
+        return forest.tokens, forest.positions, forest_attend(self.config, forest.mask)
 
     def through(self, rows: Rows, x_nD: Tensor | None, number: int) -> Tensor:
         """Return the output of this rank's stage `number` for its input, the states between blocks; None: embed the tokens."""
-        x_nD = self.model.embed_tokens(rows.tokens) if x_nD is None else x_nD
-        return self._run(x_nD, rows.positions, rows.attend, number)
+        return self._run(self.model.embed_tokens(rows[0]) if x_nD is None else x_nD, *rows[1:], number)
 
     def final(self, rows: Rows) -> Tensor:
         """Return the final hidden states of the rows."""
-        return gather_rows(self.through(rows, self._take(), -1), len(rows.tokens), self.tensor, partial=False)
+        return gather_rows(self.through(rows, self._take(), -1), len(rows[0]), self.tensor, partial=False)
 
     def hidden(self, forest: Forest) -> Tensor:
         return self._own(self.final(self.rows(forest)))

@@ -95,9 +95,8 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     held = (counts.total - counts.experts * (1 - 1 / layout.expert)) / (layout.tensor * stages)
     moved = held * (1 - 1 / layout.shard) / _speed(layout, "shard", sheet) if layout.shard > 1 else 0.0
     # Each micro-batch gathers weights twice and scatters gradients once, while it computes. A stage does both once per step, alone.
-    exposed = max(0.0, 3 * BYTES[work.precision] * moved * micro - HIDDEN * micro * compute)
-    if stages > 1:
-        exposed = (BYTES[work.precision] + 4) * moved
+    element, hidden = BYTES[work.precision], HIDDEN * micro * compute
+    exposed = max(0.0, 3 * element * moved * micro - hidden) if stages == 1 else (element + 4) * moved
     summed = 2 * (1 - 1 / layout.data) * 4 * held / layout.shard / _speed(layout, "data", sheet) if layout.data > 1 else 0.0
     if layout.expert > 1:
         shared = (counts.total - counts.experts) / layout.shard

@@ -20,7 +20,8 @@ from puna.models.training.parallel.mesh import buckets, cut
 
 
 class Gathered:
-    """A context in which a module's weights `whole` have values, rounded to their dtype; outside, they are NaN and take no memory.
+    """A context in which a module's weights `whole` have values, rounded to their dtype; outside, they are NaN and take no memory. At its
+    end, the gradient of each rank's rows is the sum of all ranks' gradients.
 
     rows: this rank's rows of each weight, in fp32, as `bounds` divides them over the ranks of `group`."""
 
@@ -43,8 +44,17 @@ class Gathered:
                 weight = self._whole[name]
                 weight.data = values.reshape(-1, *weight.shape[1:])[: len(weight)]
 
-    def __exit__(self, *_: object) -> None:
-        self._sums = {}
+    @torch.no_grad()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        both = {name: self._sums.pop(name, weight.grad) for name, weight in self._whole.items()}
+        sums = {name: gradient for name, gradient in both.items() if gradient is not None}  # in one order on all ranks
+        for names, sizes in self._buckets(sums) if error is None else ():
+            every = torch.cat([padded(sums[name], self._ranks).view(self._ranks, -1) for name in names], 1)
+            own = every.new_empty(every.shape[1])
+            dist.reduce_scatter_tensor(own, every.flatten(), group=self._group)
+            for name, values in zip(names, own.split(sizes), strict=True):
+                rows = self._rows[name]
+                rows.grad = values.view(-1, *rows.shape[1:])[: len(rows)]
         for weight in self._whole.values():
             weight.data, weight.grad = no_values(weight.shape, weight.dtype, weight.device), None
 
@@ -54,21 +64,7 @@ class Gathered:
         gradient, weight.grad = weight.grad.float(), None
         self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
 
-    @torch.no_grad()
-    def scatter(self) -> None:
-        """Set the gradient of each rank's rows to the sum of all ranks' gradients."""
-        both = {name: self._sums.get(name, weight.grad) for name, weight in self._whole.items()}
-        sums = {name: gradient for name, gradient in both.items() if gradient is not None}  # in one order on all ranks
-        for names, sizes in self._buckets(sums):
-            every = torch.cat([padded(sums[name], self._ranks).view(self._ranks, -1) for name in names], 1)
-            own = every.new_empty(every.shape[1])
-            dist.reduce_scatter_tensor(own, every.flatten(), group=self._group)
-            for name, values in zip(names, own.split(sizes), strict=True):
-                rows = self._rows[name]
-                rows.grad = values.view(-1, *rows.shape[1:])[: len(rows)]
-
     def _buckets(self, names: Mapping[str, object]) -> Iterator[tuple[list[str], list[int]]]:
         """Yield buckets of names, with the number of elements of a rank's padded rows of each."""
         for some in buckets(names, lambda name: self._whole[name].numel()):
-            shapes = [self._whole[name].shape for name in some]
-            yield some, [cut(shape[0], self._ranks) * math.prod(shape[1:]) for shape in shapes]
+            yield some, [cut(n, self._ranks) * math.prod(rest) for n, *rest in (self._whole[name].shape for name in some)]

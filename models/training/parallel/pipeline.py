@@ -19,7 +19,7 @@ from puna.models.training.parallel.base import Compute, Part, Values, no_values
 from puna.models.training.parallel.context import Cut
 from puna.models.training.parallel.cut_model import EMBEDDING, sharded
 from puna.models.training.parallel.gathered import Gathered
-from puna.models.training.parallel.mesh import Mesh
+from puna.models.training.parallel.mesh import Mesh, cut
 from puna.models.transformer import Transformer
 
 
@@ -64,10 +64,10 @@ class Pipelined(Cut):
         self._gathered: Gathered | None = None
         if self.rounds:
             self.pieces = {name: sharded(piece, mesh) for name, piece in self.pieces.items()}
-            weights = {name: p for name, p in whole.named_parameters() if name in self.held}
-            rows = {n: nn.Parameter(own(p, self.pieces[n].slices(), self.device), p.requires_grad) for n, p in weights.items()}
+            weights, pieces = dict(whole.named_parameters()), self.pieces
+            rows = {n: nn.Parameter(own(weights[n], pieces[n].slices(), self.device), p.requires_grad) for n, p in self.held.items()}
             self._gathered = Gathered(self.held, rows, mesh.group("shard"))
-            self._keep(rows)
+            self.parameters, self.frozen = ({n: p for n, p in rows.items() if p.requires_grad == on} for on in (True, False))
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         shape = [stop - start for start, stop in self.pieces[name].box]
@@ -90,8 +90,6 @@ class Pipelined(Cut):
                     for name, value in waiting[number, stage][2].items():
                         metrics[name] = metrics[name] + value if name in metrics else value
             self._wait_for_sends()
-            if self._gathered is not None:
-                self._gathered.scatter()
         return total, metrics
 
     @torch.no_grad()
@@ -112,13 +110,14 @@ class Pipelined(Cut):
         Return the input (None for the first stage), the output (the loss for the last stage), and the last stage's metrics."""
         forest = getattr(part, "targets", part).forest
         device, dtype = self.model.place
-        inputs = None
-        if stage:
-            inputs = torch.empty(self.model.count(forest), self.model.config.hidden_size, dtype=dtype, device=device)
+        rows, inputs = self.model.rows(forest.to(device)), None
+        if stage:  # between blocks, a rank has its piece of its tokens' rows
+            count = cut(len(rows[0]), self.mesh.size("tensor"))
+            inputs = torch.empty(count, self.model.config.hidden_size, dtype=dtype, device=device)
             self._receive(inputs, stage - 1, stage)
             inputs.requires_grad_()
         if stage < self._stages - 1:
-            out = self.model.through(self.model.rows(forest.to(device)), inputs, self._own.index(stage))
+            out = self.model.through(rows, inputs, self._own.index(stage))
             self._send(out.detach(), stage, stage + 1)
             return inputs, out, {}
         self.model.given = inputs
