@@ -2,9 +2,10 @@
 
     python tests/benchmarks/parallel.py --json [--kills 20]
 
-Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, layouts x models, and rows of the tests, whose gradients and log
-are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over 16
-ranks; `load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the bytes that it keeps;
+Ranks are gloo processes of this machine. `combinations_proved` of `combinations_tried` counts layouts x objectives, layouts x models, and
+rows of the tests, whose gradients and log are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows
+in documents of about 1,024 tokens over 16 ranks;
+`load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the bytes that it keeps;
 `load_weights_ratio` is the same for a model's weights, and `load_weights_memory_ratio` the memory that a rank takes for them over the bytes
 that it keeps; `two_process_speedup` compares tokens per second of a model of 3.2 million parameters on two cores, which should be idle.
 `plan_error_published` is the median error of `puna plan` over published runs, see published_plans.py.
@@ -63,7 +64,8 @@ def equality(pool: Pool) -> dict[str, float]:
     for one in given:
         results = pool.run("compare", size(one["layout"]), **one)
         differences.append(max(max(result["gradients"], result["rows"], result["unequal"]) for result in results))
-    return {"combinations_proved": sum(one <= EQUAL for one in differences), "worst_relative_difference": max(differences)}
+    proved = {"combinations_proved": sum(one <= EQUAL for one in differences), "combinations_tried": len(differences)}
+    return {**proved, "worst_relative_difference": max(differences)}
 
 
 def reshard(pool: Pool) -> float:

@@ -82,7 +82,7 @@ class Parallel:
         self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
-        self.frozen: dict[str, Tensor] = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
+        self.frozen = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
         self._published = False
 
     @property
