@@ -43,14 +43,16 @@ def pretrain(
     the model with runs on the same number of tokens, each of which lacks one phase."""
     sides = step(split, documents=documents, signals=domains)
     vocabulary = step(tokenizer, documents=documents, mixture=sides, model=model)
-    mixture = step(mix, through="split", documents=documents, split=sides, weights=weights)
+    mixture = step(mix, through="split", documents=documents, split=sides, weights=weights, tokenizer=vocabulary)
     _check_heldout(mixture)
     tokens = step(tokenize, documents=documents, mixture=mixture, tokenizer=vocabulary)
     verdict = step(anneal_experiment, off=True, tokens=tokens, tokenizer=vocabulary, model=model, documents=documents, mixture=mixture)
     further: list[Output | None] = []
     for name in ("fresh", "long", "best"):
         label, evaluation = f"tokenize_{name}", verdict if verdict and name == "best" else weights
-        own = step(mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=evaluation)
+        own = step(
+            mix, f"mix_{name}", off=True, serves=label, documents=documents, split=sides, weights=evaluation, tokenizer=vocabulary
+        )  # fmt: skip
         token_table = step(tokenize, label, off=True, documents=documents, mixture=own or mixture, tokenizer=vocabulary)
         if own and not token_table:
             raise PunaError(f"mix_{name}: no step reads this mixture; add {label} to the recipe")

@@ -254,7 +254,7 @@ TABLES: dict[str, TableSchema] = {
             column("heldout", pa.string(), "text that the loss is measured on: validation, or another input"),
             column("heldout_tokens", pa.int64(), "number of predicted tokens of this text", "tokens", nullable=True),
             column("shape", pa.string(), "shape of the model, in pretrain's format", "JSON"),
-            column("parameters", pa.int64(), "parameters used for every token, including the output layer"),
+            column("parameters", pa.int64(), "matrix parameters that a token meets: its own experts only, and the output layer"),
             column("tokens", pa.int64(), "number of training tokens", "tokens"),
             column("flops", NUMBER, "floating-point operations of training on this many tokens", "FLOP"),
             column("loss", NUMBER, "final held-out loss", "nats per token"),

@@ -239,7 +239,8 @@ def predict(
         return typer.echo(json_text({"id": forecast.id, "recipe": forecast.path("recipe.yaml"), **metrics}))
     low, high = metrics["predicted_loss_low"], metrics["predicted_loss_high"]
     typer.echo(f"loss      {metrics['predicted_loss']:.3f} nats per token ({low:.3f} to {high:.3f})")
-    typer.echo(f"shape     {metrics['shape']}, {short(metrics['parameters'])} parameters in matrix products")
+    total, met = short(metrics["total_parameters"]), short(metrics["parameters"])
+    typer.echo(f"shape     {metrics['shape']}: {total} parameters, of which a token meets {met} in matrix products")
     typer.echo(f"tokens    {short(metrics['tokens'])}")
     typer.echo(f"compute   {metrics['flops']:.3g} operations, {metrics['extrapolation']:.3g} times the ladder's largest run")
     typer.echo(f"recipe    {forecast.path('recipe.yaml')}")

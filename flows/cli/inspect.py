@@ -252,7 +252,7 @@ def why(
     if as_json:
         return print_rows(rows, True)
     for row in rows:
-        typer.echo(f"{row['stage']:20s} {row['artifact'][:12]}  {row['what']}")
+        typer.echo(f"{row['step']:20s} {row['artifact'][:12]}  {row['what']}")
 
 
 @app.command()

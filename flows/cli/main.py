@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql
+from puna.flows.cli import authoring, evaluate, exchange, inspect, model, rules, serving, sql, status
 from puna.flows.cli.inspect import JsonOption, ModuleOption, NameArgument, ProjectOption, RanksOption, StoreOption, import_modules, leads
 from puna.flows.engine.console import fail, json_text
 from puna.flows.engine.declare import Flow
@@ -215,10 +215,15 @@ def report(
 
 def main() -> None:
     """Run the command line. Print a PunaError as one message, without a traceback, and exit with status 1."""
+    status.append(1)
     try:
-        app()
-    except PunaError as error:
-        fail(str(error))
+        try:
+            app()
+        except PunaError as error:
+            fail(str(error))
+    except SystemExit as error:
+        status.append(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
 
 
 if __name__ == "__main__":

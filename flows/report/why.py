@@ -26,6 +26,15 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
     """Return the events of a document, or of records without a page, oldest first. Raise PunaError if none or several documents fit."""
     artifacts = {artifact.key: artifact for artifact in store.artifacts()}
     order = {key: place for place, key in enumerate(artifacts)}
+    steps: dict[str, dict[str, str]] = {}
+    logs = set(store.runs())
+
+    def step_of(run: str, key: str, stage: str) -> str:
+        """Return the step that made an artifact, by the run's log; the stage if there is no log."""
+        if run in logs and run not in steps:
+            steps[run] = {record.key: record.step for record in store.log(run).made}
+        return steps.get(run, {}).get(key, stage)
+
     with catalog.Catalog(store) as opened:
         opened.view("pages", "documents", "signals", "dropped", "duplicates", "removed_lines", "mixture")
 
@@ -34,8 +43,11 @@ def fate(store: Store, document: str) -> list[dict[str, Any]]:
                 key = row.pop("artifact")
                 values = {name: value for name, value in row.items() if value is not None}
                 what = ", ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items())
-                stage = artifacts[key].manifest.stage
-                yield {"stage": stage, "artifact": key, "verb": verb, "values": values, "what": f"{verb}: {what}"}
+                own = artifacts[key].manifest
+                # A scoring stage has no values for a document that it cannot judge, such as one in another language.
+                said = f"{verb}: {what}" if what or verb != "scored" else "not scored"
+                made = {"stage": own.stage, "step": step_of(own.run, key, own.stage), "artifact": key}
+                yield {**made, "verb": verb, "values": values, "what": said}
 
         ids = opened.connection.execute(
             "select id from pages where starts_with(id, ?) or url = ? union select id from documents where starts_with(id, ?) or url = ?",

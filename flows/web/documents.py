@@ -105,10 +105,10 @@ def document_page(site: Here, identity: str) -> str:
     for row in rows:
         artifact = store.resolve(row["artifact"])
         detail = tag("small", row["what"].partition(": ")[2])
-        steps.append([artifact.manifest.stage, tag("b", row["verb"]), detail, artifact_link(artifact)])
+        steps.append([row["step"], tag("b", row["verb"]), detail, artifact_link(artifact)])
     title = (text or {}).get("title") or identity
     return site.page(
-        str(title), section("fate", "Outcome in each stage", None, table(["stage", "outcome", "values", "artifact"], steps)),
+        str(title), section("fate", "Outcome in each stage", None, table(["step", "outcome", "values", "artifact"], steps)),
         section("text", "Text", f"after {there.manifest.stage}", tag("div", text["text"], class_="said")) if there and text else None,
         here="documents", lead=tag("code", (text or {}).get("url", identity)),
     )  # fmt: skip

@@ -37,7 +37,10 @@ class TrainCodeReasoningConfig(fasttext.ClassifierConfig):
     max_code_line_fraction: float = Field(0.02, ge=0, lt=1, description="Maximum fraction of code lines for the label no code")
     min_reasoning_words: int = Field(3, ge=1, description="Minimum number of different deduction words for the label reasoning")
     min_formulas: int = Field(3, ge=1, description="Minimum formula marks that, with half of min_reasoning_words, give the label reasoning")
-    max_reasoning_words: int = Field(1, ge=0, description="Maximum deduction words, without any formulas, for the label no reasoning")
+    min_calculations: int = Field(3, ge=1, description="Minimum calculations, such as 12 * 3 = 36, that give the label reasoning")
+    max_reasoning_words: int = Field(
+        1, ge=0, description="Maximum deduction words, without any formulas or calculations, for the label no reasoning"
+    )
     min_judgement: float = Field(3.0, description="Minimum grade of a positive example, if a judge's grades are given")
     min_labels: int = Field(20, ge=2, description="Minimum positives and negatives to train a classifier; else its score is null")
 
@@ -55,8 +58,8 @@ def train_code_reasoning(documents: Documents, labels: list[Signals] | None, con
     """Train two fastText classifiers: of pages with code, and of pages with reasoning.
 
     As in Llama 3 (arXiv 2407.21783, section 3.1.3), `labels` are a judge's grades (signals `code_judgement` and `reasoning_judgement` from
-    `judge`; null: not judged). Without `labels`, pages with clearly many or clearly few code lines, deduction words and formulas get
-    labels; the figures then measure consistency, not truth. A classifier with too few labels is not trained."""
+    `judge`; null: not judged). Without `labels`, pages with clearly many or clearly few code lines, deduction words, formulas and
+    calculations get labels; the figures then measure consistency, not truth. A classifier with too few labels is not trained."""
     graded = _graded_labels(labels) if labels else None
     examples = prepare(run, documents, config, config.exempt_sources, _labels, graded, config)
     about = About("code_reasoning", (), config.folds, config.seed, config.max_characters, config.exempt_sources)
@@ -118,9 +121,11 @@ def _label(kind: str, found: Technical, config: TrainCodeReasoningConfig) -> boo
             return True
         return False if fraction <= config.max_code_line_fraction else None
     words = found.reasoning_words
-    if words >= config.min_reasoning_words or (found.formulas >= config.min_formulas and 2 * words >= config.min_reasoning_words):
+    if max(words / config.min_reasoning_words, found.calculations / config.min_calculations) >= 1:
         return True
-    return False if words <= config.max_reasoning_words and not found.formulas else None
+    if found.formulas >= config.min_formulas and 2 * words >= config.min_reasoning_words:
+        return True
+    return False if words <= config.max_reasoning_words and not found.formulas and not found.calculations else None
 
 
 def _graded_labels(labels: list[Artifact]) -> dict[str, Artifact]:

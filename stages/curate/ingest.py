@@ -8,7 +8,7 @@ import itertools
 import time
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import closing
 from typing import Any, BinaryIO, Literal
 
@@ -35,7 +35,7 @@ BATCH_BYTES = 8 << 20  # small files are read together up to this total size
 PACKED = 4  # approximate ratio of pages' size to their archives' size
 HUB_BYTES = 1 << 30
 ROW_BYTES = 6  # approximate maximum bytes of JSON per byte of a page, which may be escaped as \u0000
-ENDINGS_SHOWN = 5  # maximum number of endings of files without pages that a message lists
+ENDINGS_SHOWN, EXAMPLES_SHOWN = 5, 3  # maximum numbers of endings of files without pages, and of files of an ending, that a message lists
 RECORD = pa.schema(
     [
         ("id", pa.string()), *[f for f in table_schema("pages").schema if f.name != "id"],
@@ -95,7 +95,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     run.count_input(came)
     shards = run.produce_shards(_sort, read, count(table_schema("pages"), raw))
     without = sum((Counter(info["without_page"]) for info in read.infos), Counter[str]())
-    examples = {ending: min(info["examples"][ending] for info in read.infos if ending in info["examples"]) for ending in without}
+    examples = {ending: _first_few(why for info in read.infos for why in info["examples"].get(ending, ())) for ending in without}
     rules = sum((Counter(shard["rules"]) for shard in shards), Counter[str]())
     body_bytes = sum(shard["bytes"] for shard in shards)
     run.metric("body_bytes", body_bytes)
@@ -114,10 +114,15 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
         run.metric(f"dropped_{rule}", number)
 
 
-def _kinds(without: Counter[str], examples: dict[str, str]) -> str:
+def _first_few(reasons: Iterable[str]) -> list[str]:
+    return sorted(reasons)[:EXAMPLES_SHOWN]
+
+
+def _kinds(without: Counter[str], examples: dict[str, list[str]]) -> str:
     endings = sorted(without.items(), key=lambda item: (-item[1], item[0]))[:ENDINGS_SHOWN]
     more = f"; {len(without) - len(endings)} more endings" if len(without) > len(endings) else ""
-    return "".join(f"; {count:,} {ending} ({examples[ending]})" for ending, count in endings) + more
+    few = {ending: " | ".join([*examples[ending], *(["…"] if count > len(examples[ending]) else [])]) for ending, count in endings}
+    return "".join(f"; {count:,} {ending} ({few[ending]})" for ending, count in endings) + more
 
 
 def _batches(jobs: list[Job]) -> Iterator[list[Job]]:
@@ -269,12 +274,12 @@ def _begins(head: bytes, magic: bytes) -> bool:
 
 def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
     """Yield the records of the files as tables, then one dictionary: the numbers of records and of body bytes and, for each file ending,
-    the number of files without a page and one reason."""
+    the number of files without a page and the first reasons."""
     accepted: dict[str, bool] = {}
     held: list[tuple[Page | Rejected, str]] = []
     size, rows, total = 0, 0, 0
     without: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    examples: dict[str, list[str]] = {}
     for job in jobs:
         why: str | None = None
         for record in _records(job, config):
@@ -292,7 +297,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
         if why:
             ending = suffix(job.name) or "without an ending"
             without[ending] += 1
-            examples[ending] = min(why, examples.get(ending, why))
+            examples[ending] = _first_few([why, *examples.get(ending, ())])
     yield _table(held)
     yield {"rows": rows, "bytes": total, "without_page": dict(without), "examples": examples}
 

@@ -277,7 +277,7 @@ def _weights(mixture: Artifact, groups: Sequence[Group], accepted: set[str], sha
     """Return each category's weight in the annealing mix: the mixture's times 1 - `share`, plus an accepted set's part of `share`."""
     table = mixture.read(columns=["category", "weight"]).group_by("category").aggregate([("weight", "max")])
     natural = dict(zip(table["category"].to_pylist(), table["weight_max"].to_pylist(), strict=True))
-    size = {name: count for group in groups for name, count in group.members.items()}
+    size = {name: amount.bytes for group in groups for name, amount in group.members.items()}
     part, divisor = share if accepted else 0.0, sum(size[name] for name in accepted) or 1
     return [
         {"category": name, "weight": (1 - part) * weight / sum(natural.values()) + part * size.get(name, 0) / divisor * (name in accepted)}

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from puna.models.config import ModelConfig, ModelShape
-from puna.models.parameters import matrix_parameters
+from puna.models.parameters import matrix_parameters, parameters
 from puna.models.training.settings import OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Evaluation, StageRun, stage
 from puna.stages.experiments.law import LawConfig, forecaster_of, loss_figure, read_points, task_laws, with_accuracy
@@ -59,7 +59,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters that are used for every token, including the output layer."""
+        """Return the number of matrix parameters that a token meets: with its own experts only, and the output layer."""
         return matrix_parameters(self.shape)
 
 
@@ -76,7 +76,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
     sizes = _sizes(config, rows)
     size = sizes[int(np.argmin(forecaster.surface([size.parameters for size in sizes], [size.tokens for size in sizes])[0]))]
     loss = Interval(*forecaster.at(size.parameters, size.tokens, size.flops))
-    numbers = {"parameters": float(size.parameters), "tokens": size.tokens, "flops": size.flops}
+    numbers = {"parameters": float(size.parameters), "total_parameters": float(parameters(size.shape).total)}
+    numbers |= {"tokens": size.tokens, "flops": size.flops}
     numbers["extrapolation"] = size.flops / max(row["flops"] for row in rows)
     # 0: this forecast is not of a validation loss that `pretrain` can measure.
     texts = {row.get("heldout_tokens") or 0 for row in rows}
@@ -93,7 +94,8 @@ def choose_size(law: Evaluation, config: ChooseSizeConfig, run: StageRun) -> Non
         run.metric(name, number)
     note = f"The forecast {loss.value:.3f}, and the ends of its interval, {loss.low:.3f} and {loss.high:.3f}."
     run.figure("forecast", loss_figure(forecaster, size.flops, note, forecast=[(size.flops, value) for value in loss]))
-    run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}")
+    experts = size.shape.moe and f", {size.shape.moe.num_experts_per_tok} of {size.shape.moe.num_experts} experts per token"
+    run.metric("shape", f"{size.shape.num_hidden_layers} layers of width {size.shape.hidden_size}{experts or ''}")
     _recipe_of(size, rows).write(run.folder)
 
 

@@ -27,8 +27,9 @@ def law(ladders: list[Evaluation], config: LawConfig, run: StageRun) -> None:
     """Find the scaling law of a ladder: loss as a function of parameters and tokens (Hoffmann et al. 2022; Llama 3, section 3.2.1).
 
     Two surfaces are fitted to all points, and the one with the better fit is used: E + A / N^a + B / D^b, or one where the scarcer of
-    parameters and tokens limits the loss (Kaplan et al. 2020). For a budget with at least three shapes, an IsoFLOP parabola gives the best
-    number of parameters. The loss of the questions' right options has its own surface; accuracy is a sigmoid of that loss. To test the
+    parameters and tokens limits the loss (Kaplan et al. 2020). Parameters are those of matrices that a token meets, with its own experts
+    only, so that 6 N D estimates the FLOPs; a law has one sparsity. For a budget with at least three shapes, an IsoFLOP parabola gives the
+    best number of parameters. The loss of the questions' right options has its own surface; accuracy is a sigmoid of that loss. To test the
     method, known budgets are forecast from the points of lower budgets. Several ladders are fitted together."""
     rows = read_points(ladders, config, run)
     run.write_rows([{**row, "point": number} for number, row in enumerate(rows)], "points")
@@ -150,12 +151,12 @@ def _parabola_figure(lines: Sequence[Parabola], forecaster: Forecaster, run: Sta
     series["best"] = [(parameters, loss) for _, parameters, loss in best]
     note = "One line is one budget of operations; its lowest point is the best number of parameters."
     title = "Loss over parameters at equal compute"
-    run.figure("parabolas", Figure(title, x="parameters", y="nats per token", series=series, note=note))
+    run.figure("parabolas", Figure(title, x="parameters per token", y="nats per token", series=series, note=note))
     sizes = {
         "parabolas": [(flops, parameters) for flops, parameters, _ in best],
         "law": [(flops, parameters) for flops, parameters, _ in _best_sizes(forecaster, lines[-1].flops) if flops > lines[0].flops / 2],
     }
-    run.figure("sizes", Figure("Best parameters of a budget", x="operations", y="parameters", kind="scatter", series=sizes))
+    run.figure("sizes", Figure("Best parameters of a budget", x="operations", y="parameters per token", kind="scatter", series=sizes))
 
 
 def task_laws(rows: Sequence[dict[str, Any]]) -> tuple[scaling_laws.Surfaces, Sigmoid]:

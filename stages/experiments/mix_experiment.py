@@ -15,7 +15,7 @@ from puna.models.config import ModelShape
 from puna.models.training.settings import ComputeSettings, OptimizerSettings, ScheduleSettings
 from puna.stages.contract import Documents, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
 from puna.stages.training import mixing_laws
-from puna.stages.training.corpus import check_mixture
+from puna.stages.training.corpus import check_mixture, token_counts
 from puna.stages.training.intervals import Interval, evaluation_row, mean
 from puna.stages.training.phase import OPTIMIZER, SHAPE, Phase
 from puna.stages.training.pools import Group, PoolRows, Pools, Sizes, build_pools, grouped_documents
@@ -92,7 +92,9 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
             f"do not add up to 1; raise max_share to {math.ceil(100 / len(groups)) / 100} at least"
         )
     pools = build_pools(documents, split, groups, tokenizer, sizes, run)
-    natural = np.array([group.amount.bytes for group in groups], dtype=np.float64)
+    amounts = {name: (amount.documents, amount.bytes) for group in groups for name, amount in group.members.items()}
+    tokens = token_counts(documents, split, amounts, tokenizer, run)
+    natural = np.array([sum(tokens[name] for name in group.members) for group in groups], dtype=np.float64)
     natural /= natural.sum()
     design = mixing_laws.simplex_design(len(groups), config.trials - 1, config.min_share, run.generator("design"))
     mixtures = [("natural", natural, 0), *((f"design {i + 1}", shares, 0) for i, shares in enumerate(design))]
@@ -109,7 +111,7 @@ def mix_experiment(documents: Documents, split: Mixture, tokenizer: Tokenizer, c
     naturals, optima = [trials[0], *again[1::2]], again[::2]
     gain = mean([float(np.dot(target, a.losses) - np.dot(target, b.losses)) for a, b in zip(naturals, optima, strict=True)])
     winner = optima[0] if gain.low > 0 else trials[0]
-    _write(trials + optima + naturals[1:], groups, target, winner, run)
+    _write(trials + optima + naturals[1:], groups, target, winner, tokens, run)
     _report(trials, optima[0], winner, gain, config.repeats, groups, target, fitted, run)
 
 
@@ -173,7 +175,9 @@ def _trial(
     return {"name": name, "row": trial_row(number, name, {}, 0.0, proxy), "shares": shares, "losses": losses}
 
 
-def _write(trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws.Floats, used: Trial, run: StageRun) -> None:
+def _write(
+    trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws.Floats, used: Trial, tokens: dict[str, int], run: StageRun
+) -> None:
     rows, names = [], [group.name for group in groups]
     for trial in sorted(trials, key=lambda trial: trial.row["trial"]):
         details = {"shares": dict(zip(names, trial.shares, strict=True)), "losses": dict(zip(names, trial.losses, strict=True))}
@@ -181,7 +185,8 @@ def _write(trials: Sequence[Trial], groups: Sequence[Group], target: mixing_laws
     run.write_rows(rows, "trials")
     weights = []
     for group, share in zip(groups, used.shares, strict=True):
-        weights += [{"category": name, "weight": share * size / group.amount.bytes} for name, size in group.members.items()]
+        total = sum(tokens[name] for name in group.members)
+        weights += [{"category": name, "weight": share * tokens[name] / total} for name in group.members]
     run.write_rows(weights, "weights")
 
 

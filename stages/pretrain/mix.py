@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import Field, ValidationInfo, field_validator
 
-from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, stage
+from puna.stages.contract import Documents, Evaluation, Figure, Mixture, SeededConfig, StageRun, Tokenizer, stage
 from puna.stages.draws import uniform
-from puna.stages.training.corpus import check_mixture, of_part
+from puna.stages.training.corpus import check_mixture, of_part, token_counts
 from puna.storage import Artifact, Part, PunaError
 
 TOLERANCE = 1e-6  # for rounding errors of weights that should add up to 1
@@ -21,7 +21,8 @@ TOLERANCE = 1e-6  # for rounding errors of weights that should add up to 1
 
 class MixConfig(SeededConfig):
     weights: dict[str, float] = Field(
-        default_factory=dict, description="Category → share of the training bytes (sum: 1); empty: an experiment's, else natural shares"
+        default_factory=dict, description="Category → share of the training tokens (sum: 1); empty: an experiment's, else natural shares. "
+        "Shares are of bytes if the stage is given no tokenizer"
     )
     max_share: float = Field(0.5, gt=0, le=1, description="Maximum share of a category if no weights are given, here or by an experiment")
     down_sample: dict[str, float] = Field(
@@ -41,23 +42,27 @@ class MixConfig(SeededConfig):
 
 
 class Share(NamedTuple):
-    """A category's bytes of training documents, weight (share of the training text), and resulting epochs."""
+    """A category's size of training documents (tokens or bytes), weight (share of the training text), and resulting epochs."""
 
-    bytes: int
+    size: int
     weight: float
     epochs: float
 
 
 @stage(kind="mixture")
-def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config: MixConfig, run: StageRun) -> None:
+def mix(
+    documents: Documents, split: Mixture, weights: Evaluation | None, tokenizer: Tokenizer | None, config: MixConfig, run: StageRun
+) -> None:
     """Set how often each training document of a split is read (Llama 3, section 3.1.2).
 
     A category's weight is configured, or comes from a mixture experiment; without both, it is the category's share of the text, but at most
     `max_share`. Unless weights are configured or come from `anneal_experiment`, the categories in `down_sample` keep only that fraction of
-    their weight. Training reads as much text as one pass over all training documents: a category of weight w with b of all B bytes is read
-    w B / b times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023); if that limits every category, training reads
+    their weight. Training reads as much text as one pass over all training documents: a category of weight w with n of all N tokens is read
+    w N / n times, at most `max_repeats` (four passes cost little: Muennighoff et al. 2023); if that limits every category, training reads
     less. A fractional number of epochs is rounded up for a sample of the category's documents, of all lengths alike, and down for the
-    others. Held-out documents stay held out."""
+    others. Held-out documents stay held out.
+
+    Tokens are estimated: each category's bytes per token are measured on a sample. Without a tokenizer, all shares are of bytes."""
     check_mixture(run, documents, split)
     cut = max(1, documents.record().cut)
     facts = run.exchange(_measure, run.parts(documents, columns=["id", "text"]), split, by="id", partitions=cut)
@@ -66,6 +71,9 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
         for category, own in part_amounts.items():
             amounts[category] = Amounts(*map(sum, zip(amounts.get(category, Amounts()), own, strict=True)))
     training = {category: amounts[category].bytes for category in sorted(amounts)}
+    if tokenizer is not None:
+        counts = {category: (amounts[category].documents, size) for category, size in training.items()}
+        training = token_counts(documents, split, counts, tokenizer, run)
     weighting, late = dict(config.weights), list[str]()
     if weights is not None and not weighting:
         weighting, late = _experiment(weights, training)
@@ -80,23 +88,26 @@ def mix(documents: Documents, split: Mixture, weights: Evaluation | None, config
     shares = plan(training, weighting, config.max_repeats, max_share)
     train_bytes = sum(run.produce_shards(_mixture, facts, cut, shares, config.seed))
     total = sum(training.values())
-    bars = {"text": [(c, s.bytes / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
+    bars = {"text": [(c, s.size / max(total, 1)) for c, s in shares.items()], "training": [(c, s.weight) for c, s in shares.items()]}
     notes = [f"{weights.id} does not weigh {', '.join(late)}: their share is that of the text"] if weights and late else []
     note = "; ".join(notes + _explain(shares, factors, config.max_repeats, max_share, total))
     run.figure("mixture", Figure("Knowledge types in the text and in training", "knowledge type", "share", bars, "bar", note=note))
     run.metric("documents", facts.rows)
     run.metric("heldout_documents", sum(own.heldout for own in amounts.values()))
     run.metric("train_bytes", train_bytes)
+    run.metric("share_unit", "bytes" if tokenizer is None else "tokens")
     for category, share in shares.items():
         run.metric(f"epochs_{category}", round(share.epochs, 4))
-        run.metric(f"share_{category}", round(share.bytes / max(total, 1), 6))
+        run.metric(f"share_{category}", round(share.size / max(total, 1), 6))
         run.metric(f"weight_{category}", round(share.weight, 6))
+        if tokenizer is not None and share.size:
+            run.metric(f"bytes_per_token_{category}", round(amounts[category].bytes / share.size, 4))
         if factors.get(category, 1.0) < 1:
             run.metric(f"down_sample_{category}", factors[category])
 
 
 def plan(sizes: Mapping[str, int], wanted: Mapping[str, float], max_repeats: float, max_share: float = 1.0) -> dict[str, Share]:
-    """Return category → share. The initial weights are `wanted` or, if it is empty, the shares of the text (`sizes`, bytes).
+    """Return category → share. The initial weights are `wanted` or, if it is empty, the shares of the text (`sizes`, tokens or bytes).
 
     Weight beyond `max_repeats` or `max_share` is distributed over other categories by weight, if possible. Raise PunaError without text."""
     total = sum(sizes.values())
@@ -136,11 +147,11 @@ def _factors(config: MixConfig, training: Mapping[str, int]) -> dict[str, float]
 
 def _explain(shares: Mapping[str, Share], factors: Mapping[str, float], max_repeats: float, max_share: float, total: int) -> list[str]:
     notes = [f"{category} keeps {factor:g} of its weight (down_sample)" for category, factor in sorted(factors.items()) if factor < 1]
-    most = max(max_share, 1.0 / max(1, sum(share.bytes > 0 for share in shares.values())))
+    most = max(max_share, 1.0 / max(1, sum(share.size > 0 for share in shares.values())))
     for category, share in shares.items():
         if share.epochs >= max_repeats - TOLERANCE:
             notes.append(f"{category} is read {max_repeats:g} times, the maximum (max_repeats)")
-        elif max_share < 1 and share.weight >= most - TOLERANCE and share.bytes > most * total:
+        elif max_share < 1 and share.weight >= most - TOLERANCE and share.size > most * total:
             notes.append(f"{category} is held at {most:.3g} of the training text (max_share)")
     return notes
 
@@ -170,9 +181,10 @@ def _measure(part: Part, split: Artifact) -> pa.Table:
 
 
 class Amounts(NamedTuple):
-    """A category's bytes of training documents, and its number of held-out documents."""
+    """A category's bytes and number of training documents with text, and its number of held-out documents."""
 
     bytes: int = 0
+    documents: int = 0
     heldout: int = 0
 
 
@@ -180,7 +192,7 @@ def _amounts(rows: pa.Table) -> dict[str, Amounts]:
     names, number = np.unique(np.array(rows["category"].to_pylist(), dtype="U"), return_inverse=True)
     out = rows["heldout"].to_numpy()
     sizes = np.where(out, 0, rows["bytes"].to_numpy())
-    columns = (np.bincount(number, sizes, len(names)).astype(np.int64), np.bincount(number, out, len(names)).astype(np.int64))
+    columns = (np.bincount(number, values, len(names)).astype(np.int64) for values in (sizes, sizes > 0, out))
     return {name: Amounts(*values) for name, *values in zip(names.tolist(), *(column.tolist() for column in columns), strict=True)}
 
 

@@ -254,7 +254,7 @@ class Watch:
         """True if the phase passes its test after attempt `attempt` (1-based). Raise PunaError with the reasons if the last attempt fails.
 
         `row`: tokens per packed row; `short`: lowest validation loss before a phase with a test. Metrics and a figure are written."""
-        length, rise = phase.longest(row * phase.join_rows), self.after - short
+        length, rise = bounds.length or phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)
         seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens

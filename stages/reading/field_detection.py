@@ -78,8 +78,13 @@ def fields_of(rows: list[dict[str, Any]], where: str) -> Found:
     others = (name for name in texts if mean[name] >= least[name] and not all("://" in _head(text)[:12] for text in texts[name]))
     candidates += sorted(others, key=lambda name: -mean[name])
     if not candidates:
-        there = ", ".join(names) or "none"
-        raise PunaError(f"{where}: no field contains text; it has {there}. Name it with --columns text=FIELD or html=FIELD")
+        if not texts:
+            raise PunaError(f"{where}: no field contains text; the fields are {', '.join(names) or 'none'}")
+        # A short text in a field with an unusual name may be a label; only the user knows.
+        with_text = ", ".join(f"{name} (mean {mean[name]:.0f} characters)" for name in texts)
+        raise PunaError(
+            f"{where}: no field is surely the page; fields with text are {with_text}. Name one with --columns text=FIELD or html=FIELD"
+        )
     addresses = [name for name in names if all(name in row for row in rows)]  # as in `sniff`
     url = next((name for usual in URL for name in addresses if name.lower().rpartition(".")[2].replace("-", "_") == usual), None)
     date = next((name for name in DATE_COLUMNS if any(moment(row.get(name)) for row in rows)), None)

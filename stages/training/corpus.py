@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from puna.stages.contract import StageRun
-from puna.stages.draws import place
+from puna.stages.draws import place, uniform
+from puna.stages.training.vocabulary import load
 from puna.storage import Artifact, Part, PunaError
 from puna.storage.exchange import Partition
 from puna.storage.parts import Beside, span
 
 KEPT = "kept"
 """Category of the documents that no rule of a selection drops."""
+SAMPLE, BEGINNING = 1000, 16_000
+"""For an estimate of a category's tokens: the expected number of documents to encode, and the maximum characters of each."""
 
 
 class Chosen(NamedTuple):
@@ -78,6 +82,33 @@ def _unlike(job: tuple[tuple[str, str | None], Beside, Beside]) -> list[tuple[in
     around, *tables = job
     one, other = ({id_ for piece in table.pieces(*around) for id_ in piece["id"].to_pylist()} for table in tables)
     return [(len(only), min(only, default="")) for only in (one - other, other - one)]
+
+
+def token_counts(
+    documents: Artifact, mixture: Artifact, amounts: Mapping[str, tuple[int, int]], vocabulary: Artifact, run: StageRun
+) -> dict[str, int]:
+    """Return category → estimated tokens of its training documents, with BOS and EOS. `amounts`: category → (documents with text, bytes).
+
+    A category's bytes per token are measured on the beginnings of about `SAMPLE` documents, drawn by hashes of their ids."""
+    rates = {category: SAMPLE / count for category, (count, _) in amounts.items() if count}
+    sizes, tokens = Counter[str](), Counter[str]()
+    for part in run.map(_sampled, run.parts(documents, columns=["id", "text"]), mixture, rates, str(vocabulary.path()), run.seed("tokens")):
+        sizes.update(part[0])
+        tokens.update(part[1])
+    ends = 1 + len(load(str(vocabulary.path())).end)
+    return {c: round(size * tokens[c] / sizes[c]) + count * ends if sizes[c] else 0 for c, (count, size) in amounts.items()}
+
+
+def _sampled(part: Part, mixture: Artifact, rates: dict[str, float], folder: str, seed: int) -> tuple[Counter[str], Counter[str]]:
+    """Return category → bytes and category → tokens of the beginnings of the documents that a part adds to the sample."""
+    rows = [row for row in chosen_of(part, mixture, "train") if row.text and row.category in rates]
+    draws = uniform([row.id for row in rows], seed, "tokens").tolist()
+    rows = [row for row, draw in zip(rows, draws, strict=True) if draw < rates[row.category]]
+    texts, sizes, tokens = [row.text[:BEGINNING] for row in rows], Counter[str](), Counter[str]()
+    for row, text, ids in zip(rows, texts, load(folder).encode_batch(texts), strict=True):
+        sizes[row.category] += len(text.encode())
+        tokens[row.category] += len(ids)
+    return sizes, tokens
 
 
 def of_part(part: Partition, function: Callable[..., Any], *args: Any) -> Any:

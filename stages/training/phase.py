@@ -44,7 +44,10 @@ class Acceptance(StageConfig):
 
     short_loss: float = Field(0.01, ge=0, description="Maximum increase of the validation loss, nats per token, over "
         "the lowest before this phase or an earlier one with `accept`")  # fmt: skip
-    needle: float = Field(1.0, ge=0, le=1, description="Minimum accuracy on pretrain.needle at every depth, at the phase's length; 0: any")
+    needle: float = Field(1.0, ge=0, le=1, description="Minimum accuracy on pretrain.needle at every depth, at `length`; 0: any")
+    length: int | None = Field(
+        None, ge=2, description="Tokens of the needle's texts; null: the phase's length, which may exceed it to cut fewer documents"
+    )
     attempts: int = Field(3, ge=1, le=100, description="Maximum runs of the phase; each continues from the previous one on other rows")
 
 

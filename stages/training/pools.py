@@ -59,10 +59,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Group:
-    """Categories that share one weight: `members` with their bytes, and their total amount."""
+    """Categories that share one weight: `members` with their amounts, and their total amount."""
 
     name: str
-    members: dict[str, int]
+    members: dict[str, Amount]
     amount: Amount
 
 
@@ -81,7 +81,7 @@ def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, 
         rest = OTHER + "s" * (OTHER in single)  # a category may be called other
         groups.append((rest, sorted(set(ranked) - set(single))))
     return [
-        Group(name, {one: totals[one].bytes for one in members}, reduce(add, (totals[one] for one in members))) for name, members in groups
+        Group(name, {one: totals[one] for one in members}, reduce(add, (totals[one] for one in members))) for name, members in groups
     ]
 
 

@@ -154,6 +154,12 @@ REFUSAL = re.compile(
     r"please (?:don(?:'|’)?t|talk to|reach out|seek|call|contact)|(?:illegal|against the law|a bad idea|very dangerous|not okay|wrong to)|"
     r"hotline|therapist|counsel(?:or|ing)|get help|instead[, ])", re.IGNORECASE,
 )  # fmt: skip
+PEOPLE = re.compile(
+    r"\b(?:wom[ae]n|girls?|females?|feminists?|m[ae]n|guys|blacks?|whites?|african\w*|asians?|mexicans?|hispanics?|latin[oax]s?|indians?|chinese|"
+    r"arabs?|jew\w*|muslims?|islam\w*|christians?|catholics?|immigrants?|refugees?|foreigners?|illegals|aliens|gays?|lesbians?|homosexual\w*|"
+    r"trans\w*|queers?|disabled|autis\w*|retarded|fat|obese|poor|homeless|elderly|races?|racial|racist|minorit\w+|ethnic\w*|religio\w+|people|"
+    r"they|them)\b", re.IGNORECASE,
+)  # fmt: skip
 SLURS = {
     "sexual anatomy / sexual acts": "sexual", "racial / ethnic slurs": "hate", "sexual orientation / gender": "hate", "religious offense": "hate",
 }  # fmt: skip
@@ -243,7 +249,10 @@ def _conversations(data: Path) -> Iterator[Text]:
             turns = re.split(r"\n\n(?:Human|Assistant): ", row[name])
             texts |= dict.fromkeys(turn.strip() for turn in turns if len(turn) > 20)
     for text in texts:
-        yield Text(text, seeded(text), "conversations")
+        hate, *others = seeded(text)
+        # Much contempt in these conversations has no seed word. Without hate are refusals, and texts that name no people.
+        unknown = hate == 0 and PEOPLE.search(text) and not REFUSAL.search(text)
+        yield Text(text, (None if unknown else hate, *others), "conversations")
 
 
 def _stereotypes(harm: Path) -> Iterator[Text]:

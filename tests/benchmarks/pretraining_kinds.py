@@ -6,8 +6,9 @@ the knowledge type (`domain`): how often a translation gets the type of its Engl
 type.
 
 `kinds_of_pages_…`: news in twelve languages as they are, with code of MBPP or with paragraphs of formulas (arXiv) between their sentences,
-and problems of GSM8K: the share whose kind is right. Code is code in any language, formulas are mathematics in English and multilingual
-elsewhere, as the language signal has it. The controls are the most common kind, and the kinds without `min_formulas`.
+and worked problems: of GSM8K's second half, which chose nothing, as they are and without marks such as <<48/2=24>>; and of
+reasoning-gym's generator. The figure is the share whose kind is right. Code is code in any language, formulas are mathematics in English
+and multilingual elsewhere, as the language signal has it. The controls are the most common kind, and the kinds without `min_formulas`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import argparse
 import io
 import json
 import random
+import re
 import tempfile
 from collections import Counter
 from typing import Any
 
 import zstandard
+from reasoning_gym import create_dataset
 
 from puna.stages.contract import StageConfig, execute
 from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, code_reasoning, train_code_reasoning
@@ -87,7 +90,7 @@ LANGUAGES = ("eng", "hin", "jpn", "swa", "deu", "rus", "arb", "zho-CN", "kor", "
 
 
 def mixed_pages(draw: random.Random) -> list[tuple[str, str, str]]:
-    """Return (language, content, text) of news as they are, news with code, news with formulas, and problems of GSM8K."""
+    """Return (language, content, text) of news as they are, news with code, news with formulas, and worked problems."""
     code = lines(DATA / "mbpp" / "mbpp.jsonl", "code")
     papers = [part for text in lines(DATA / "text_misc" / "dj_arxiv.jsonl", "text") for part in text.split("\n\n")]
     formulas = [part for part in papers if part.count("$") >= 4 and 80 < len(part) < 700]
@@ -99,8 +102,10 @@ def mixed_pages(draw: random.Random) -> list[tuple[str, str, str]]:
         pages.append((row["language"], "general", "\n".join(row["sentences"])))
         for content, blocks in (("code", code), ("formulas", formulas)):
             pages.append((row["language"], content, "\n".join(part for group in groups for part in (group, draw.choice(blocks)))))
-    problems = lines(DATA / "gsm8k" / "train.jsonl", "question", "answer")
-    return pages + [("eng", "problems", "\n".join(draw.sample(problems, 4))) for _ in range(200)]
+    problems = lines(DATA / "gsm8k" / "train.jsonl", "question", "answer")[3700:]
+    generated = [one["question"] + "\n" + one["metadata"]["answer_cot"] for one in create_dataset("gsm_symbolic", size=800, seed=11)]
+    groups = {"problems": problems, "plain": [re.sub("<<.*?>>|####", "", one) for one in problems], "generated": generated}
+    return pages + [("eng", name, "\n".join(draw.sample(some, 4))) for name, some in groups.items() for _ in range(200)]
 
 
 def mixed(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def mixed(arguments: argparse.Namespace) -> dict[str, Any]:
         right.setdefault((name, content), []).append([kind == wanted for kind in kinds])
     shares = {f"{name} {content}": [sum(side) / len(some) for side in zip(*some, strict=True)] for (name, content), some in right.items()}
     result: dict[str, Any] = {"kinds_of_pages_by_language": {name: [round(share, 3) for share in pair] for name, pair in shares.items()}}
-    for content in ("general", "code", "formulas", "problems"):
+    for content in ("general", "code", "formulas", "problems", "plain", "generated"):
         pairs = [pair for (_, one), some in right.items() if one == content for pair in some]
         sides = [sum(side) / len(pairs) for side in zip(*pairs, strict=True)]
         result |= {f"kinds_of_pages_{content}": sides[0], f"kinds_of_pages_{content}_before": sides[1]}

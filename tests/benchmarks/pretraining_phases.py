@@ -33,7 +33,7 @@ from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
 from puna.stages.training.intervals import mean
-from puna.stages.training.phase import SHAPE, Acceptance, Phase
+from puna.stages.training.phase import SHAPE, Phase
 from puna.storage import Artifact, PunaError, Store
 
 DATA = Path(os.environ.get("PUNA_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -139,18 +139,20 @@ def one_needle(folder: Path, seed: int) -> dict[str, Any]:
     short = documents(store, shorter(8000))
     vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=337), {"documents": short}, store)
     initial = rows(store, short, vocabulary, 128)
-    # Long documents are mixed with short ones, so that the model does not forget what it learned first.
-    long = rows(store, documents(store, longer(400, 510) + longer(400, 254) + shorter(1200)), vocabulary, 512)
+    # Half of the tokens are short documents, so that the model does not forget what it learned first. Rows twice as long as the wanted
+    # context leave half of its documents whole.
+    long = rows(store, documents(store, longer(400, 510) + longer(400, 254) + shorter(4000)), vocabulary, 1024)
     passages = NeedleSettings(passage=" k{key} {value}", key_words=tuple(LETTERS), value_words=tuple(f"v{x}" for x in LETTERS), trials=40)
-    accept = Acceptance(short_loss=0.01, needle=0.95, attempts=4)
+    bounds = {"short_loss": 0.01, "needle": 0.95, "attempts": 4}
     decay = {"learning_rate": 0.01, "warmup_steps": 5, "shape": "linear"}
     first = {"learning_rate": 0.02, "warmup_steps": 20, "shape": "constant", "anneal_steps": 250}
     config = PretrainConfig(
         seed=seed, model=shape(64), optimizer=MUON, needle=passages, validate_every=50, validation_tokens=12_000, validation_share=0.05,
         phases=(
             Phase(name="initial", until=960_000, rows_per_step=9, length=48, ramp=({"after_tokens": 576_000, "rows": 12},), schedule=first),
-            Phase(name="256", tokens="long", steps=100, rows_per_step=8, length=256, rope_theta=80_000.0, schedule=decay, accept=accept),
-            Phase(name="512", tokens="long", steps=100, rows_per_step=8, schedule=decay, accept=accept),
+            Phase(name="256", tokens="long", steps=150, rows_per_step=4, length=512, rope_theta=80_000.0, schedule=decay,
+                  accept=bounds | {"length": 256}),
+            Phase(name="512", tokens="long", steps=150, rows_per_step=4, schedule=decay, accept=bounds | {"length": 512}),
         ),
     )  # fmt: skip
     try:

@@ -41,6 +41,9 @@ RELATED = {
     "hate": (
         "racist hatred", "inferior race", "immigrants are invaders", "women are inferior", "antisemitism", "homophobic slur", "vermin", "subhuman",
         "filthy people", "degenerate", "white supremacy", "hate muslims", "savages", "lazy criminals", "parasites", "traitors",
+        "inferior", "disgusting people", "they are ruining our country", "blame them for everything", "burden on society",
+        "threat to our culture", "stupid and weak", "they should go back where they came from", "belong in the kitchen", "superior race",
+        "hatred", "despise", "prejudice", "stereotypes",
     ),
     "violence": (
         "murder", "stab", "torture", "massacre", "shooting people", "bombing", "strangle", "behead", "poisoning someone", "gore",

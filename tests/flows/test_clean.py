@@ -78,7 +78,10 @@ def test_an_address_that_rows_lack_is_not_used(tmp_path: Path) -> None:
 def test_rows_without_text_name_their_fields(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1, "b": "x"}\n')
-    with pytest.raises(PunaError, match=r"no field contains text; it has a, b\. Name it with --columns"):
+    with pytest.raises(PunaError, match=r"no field is surely the page; fields with text are b \(mean 1 characters\)\. Name one with --columns"):
+        sniff(External.resolve(str(file))[0])
+    file.write_text('{"a": 1, "b": ""}\n')
+    with pytest.raises(PunaError, match=r"no field contains text; the fields are a, b$"):
         sniff(External.resolve(str(file))[0])
     (tmp_path / "page.html").write_text("<p>x")
     assert sniff(External.resolve(str(tmp_path / "page.html"))[0]) is None

@@ -116,6 +116,23 @@ def test_a_step_that_fails_is_named(tmp_path: Path) -> None:
     assert (row["state"], row["artifacts"]) == ("failed", 0) and second == f"error: {row['error']}"
 
 
+@pytest.mark.parametrize(("words", "status"), [(["list", "--help"], 0), (["show", "nothing", "--store", "nowhere"], 1)])
+def test_a_command_ends_with_its_status_after_exit_handlers_and_frees_nothing(words: list[str], status: int) -> None:
+    code = """if True:
+        import os, sys, weakref
+        from puna.flows.cli import main
+        class Freed:
+            def __del__(self): os.write(2, b"freed")
+        sys.kept = Freed()
+        weakref.finalize(main, os.write, 2, b"handler ran")
+        main.main()
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pkg")}
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, "handler ran" in done.stderr, "freed" in done.stderr) == (status, True, False), done.stderr
+    assert ("Usage" in done.stdout) == (status == 0)
+
+
 WAITING = """
 import time
 from datetime import UTC, datetime

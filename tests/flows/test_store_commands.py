@@ -174,6 +174,21 @@ def test_why_tells_the_fate_of_a_document(store: Store, name: str) -> None:
     assert "dropped: rule=words, value=5, threshold=1" in run(store, "why", name)
 
 
+def test_why_names_steps_and_what_was_not_scored(store: Store) -> None:
+    signals = store.import_table("signals", pa.table({"id": [ID], "harm_hate": pa.array([None], pa.float64())}))
+    made = next(artifact for artifact in store.artifacts() if artifact.manifest.stage == "select")
+    assert not made.manifest.run and objects(run(store, "why", ID, "--json"))[4]["step"] == "select"
+    identity = Identity("select", config={"words": {"most": 3}})
+    with store.work(identity.key) as work:
+        dropped = {"id": [ID], "rule": ["words"], "value": [5.0], "threshold": [3.0], "detail": pa.array([None], pa.string())}
+        work.add("dropped", pa.table(dropped), "all")
+        work.commit("documents", identity.key, identity, run="first-run")
+    store.record("first-run", runs.Made("select_model", "select", "documents", identity.key, False, 1.0).event())
+    rows = {row["artifact"]: row for row in objects(run(store, "why", ID, "--json"))}
+    assert rows[signals.key]["what"] == "not scored" and (rows[identity.key]["stage"], rows[identity.key]["step"]) == ("select", "select_model")
+    assert "select_model" in run(store, "why", ID)
+
+
 def test_why_of_an_unknown_document(store: Store) -> None:
     with pytest.raises(PunaError, match="no page or document has this id or URL"):
         run(store, "why", "ffff")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from puna.kernels.text.characters import code_points
 from puna.kernels.text.technical import Technical, code_lines, formula_marks, measure
 from puna.stages.contract import StageConfig, execute
 from puna.stages.contract.config import parse
 from puna.stages.curate.code_reasoning import TrainCodeReasoningConfig, _label, code_reasoning, train_code_reasoning
+from puna.stages.curate.signals.definitions.lines import CALCULATION, is_code
 from puna.storage import PunaError, Store
 
 SMALL = {"dimension": 8, "buckets": 10_000, "epochs": 20}
@@ -24,6 +27,11 @@ PROSE = [
     "Judith C (157)",
     "Price range: $$-$$$",
     "• C++ (C plus plus) = {a list's item}",
+]
+ARITHMETIC = [
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.",
+    "So the total is (12+3)*$5 = $<<15*5=75>>75.",
+    "He pays (x) = [4*.5%] = £<<4*.5=2>>2, so y = 7% = €.07",
 ]
 CODE = [
     "def area(self, width=3, height=4):",
@@ -44,12 +52,25 @@ TEXTS = {
 
 @pytest.mark.parametrize("line", PROSE)
 def test_prose_and_tables_are_no_code(line):
-    assert code_lines(code_points(line)) == (1, 0)
+    assert code_lines(code_points(line)) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("line", ARITHMETIC)
+def test_worked_arithmetic_is_no_code(line):
+    assert code_lines(code_points(line)) == (1, 0, 2) == (1, is_code(line), len(CALCULATION.findall(line)))
+    assert code_lines(code_points(line.replace("=", "~"))) == (1, 1, 0)
+
+
+@given(st.text(alphabet="12,._=<$ %x+é€\n", max_size=40))
+@example("assert 1 + 1 == 2\nx1 = 2, y_1=2 a,2=3 [0] = 1; 3 => 4")
+def test_calculations_are_those_of_the_pattern(text):
+    assert code_lines(code_points(text))[2] == sum(len(CALCULATION.findall(line)) for line in text.split("\n"))
+    assert code_lines(code_points(text))[1] == sum(map(is_code, text.split("\n")))
 
 
 @pytest.mark.parametrize("line", CODE)
 def test_lines_of_code(line):
-    assert code_lines(code_points(line)) == (1, 1)
+    assert code_lines(code_points(line)) == (1, 1, 0)
 
 
 def test_lines_are_counted_one_by_one():
@@ -57,8 +78,8 @@ def test_lines_are_counted_one_by_one():
     for _ in range(20):
         lines = [str(generator.choice([*PROSE, *CODE, "", "   "])) for _ in range(generator.integers(1, 12))]
         shown = [line for line in lines if line.strip()]
-        assert code_lines(code_points("\n".join(lines))) == (len(shown), sum(line in CODE for line in shown))
-    assert measure(pa.array(["", "\n \n"]), 10) == [Technical(0, 0, 0, 0)] * 2
+        assert code_lines(code_points("\n".join(lines))) == (len(shown), sum(line in CODE for line in shown), 0)
+    assert measure(pa.array(["", "\n \n"]), 10) == [Technical(0, 0, 0, 0, 0)] * 2
 
 
 def test_formulas_by_hand():
@@ -68,23 +89,25 @@ def test_formulas_by_hand():
     assert formula_marks(code_points("the price is 5 € \\ 10 \\")) == 0
     text = "Suppose the theorem is false. Then the Theorem implies, hence, an equation x² = 2."
     # suppose, theorem (once), implies, hence, equation; words beyond the characters read do not count
-    assert measure(pa.array([text, "", text]), 100) == [Technical(1, 0, 1, 5), Technical(0, 0, 0, 0), Technical(1, 0, 1, 5)]
-    assert measure(pa.array(["²" * 9, text]), 5) == [Technical(1, 0, 5, 0), Technical(1, 0, 0, 0)]
+    assert measure(pa.array([text, "", text]), 100) == [Technical(1, 0, 1, 0, 5), Technical(0, 0, 0, 0, 0), Technical(1, 0, 1, 0, 5)]
+    assert measure(pa.array(["²" * 9, text]), 5) == [Technical(1, 0, 5, 0, 0), Technical(1, 0, 0, 0, 0)]
 
 
 @pytest.mark.parametrize(
     ("kind", "found", "label"),
     [
-        ("code", Technical(30, 3, 0, 0), True),
-        ("code", Technical(20, 2, 0, 0), None),  # a tenth of the lines, but only two lines
-        ("code", Technical(31, 3, 0, 0), None),
-        ("code", Technical(50, 1, 0, 0), False),
-        ("reasoning", Technical(9, 0, 0, 3), True),
-        ("reasoning", Technical(9, 0, 3, 2), True),
-        ("reasoning", Technical(9, 0, 3, 1), None),
-        ("reasoning", Technical(9, 0, 2, 2), None),
-        ("reasoning", Technical(9, 0, 0, 1), False),
-        ("reasoning", Technical(9, 0, 1, 0), None),
+        ("code", Technical(30, 3, 0, 0, 0), True),
+        ("code", Technical(20, 2, 0, 0, 0), None),  # a tenth of the lines, but only two lines
+        ("code", Technical(31, 3, 0, 0, 0), None),
+        ("code", Technical(50, 1, 0, 0, 0), False),
+        ("reasoning", Technical(9, 0, 0, 0, 3), True),
+        ("reasoning", Technical(9, 0, 3, 0, 2), True),
+        ("reasoning", Technical(9, 0, 3, 0, 1), None),
+        ("reasoning", Technical(9, 0, 2, 0, 2), None),
+        ("reasoning", Technical(9, 0, 0, 0, 1), False),
+        ("reasoning", Technical(9, 0, 1, 0, 0), None),
+        ("reasoning", Technical(9, 0, 0, 3, 0), True),
+        ("reasoning", Technical(9, 0, 0, 2, 0), None),
     ],
 )
 def test_labels_at_their_bounds(kind, found, label):

@@ -117,7 +117,7 @@ HELP = "If you think about suicide, please call a hotline or talk to a doctor. T
 
 def test_shipped_weights() -> None:
     found = scores([THREAT, RIVER, HELP], model.load())
-    assert found[0, 1] > 0.8 and found[1:].max() < 0.2
+    assert found[0, 1] > 0.8 and found[1].max() < 0.2 and found[2].max() < 0.5
 
 
 def test_other_languages_are_not_scored_and_the_rule_keeps_them(tmp_path: Path, make_documents: Any) -> None:

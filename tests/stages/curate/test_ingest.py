@@ -783,8 +783,9 @@ def test_files_without_a_page_are_told_apart(tmp_path):
     assert made.rows() == 1 and rules(made) == ["content_type", *["not_a_page"] * 13, "truncated_record"]
     assert metrics["files"] == 13 and metrics["files_without_page"] == 11
     assert metrics["files_without_page_are"].startswith(
-        "8 .json (ids.json, row 1: is a int, not an object with fields); 1 .css (style.css: text/css"
+        "8 .json (ids.json, row 1: is a int, not an object with fields | meta/package0.json, row 1: no text in a field 'text'"
     )
+    assert re.search(r"\| meta/package1\.json[^|]*\| …\); 1 \.css \(style\.css: text/css", metrics["files_without_page_are"])
 
 
 def test_saved_hugging_face_datasets(tmp_path):

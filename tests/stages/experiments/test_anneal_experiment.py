@@ -15,7 +15,7 @@ from puna.stages.pretrain.mix import MixConfig, mix
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
 from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
 from puna.stages.training.phase import SHAPE, Phase
-from puna.stages.training.pools import Group, Pools
+from puna.stages.training.pools import Amount, Group, Pools
 from puna.stages.training.proxy_runs import Proxy
 from puna.stages.training.token_rows import Packed, pack
 from puna.stages.training.vocabulary import tokenizer_of
@@ -127,7 +127,8 @@ def test_the_verdict_is_the_mix_to_anneal_on(store, corpus) -> None:
     assert weights == {"high": pytest.approx((1 - taken) * natural["high"]), "low": pytest.approx((1 - taken) * natural["low"] + taken)}
     best = execute(mix, MixConfig(max_repeats=100), {"documents": both["documents"], "split": both["split"], "weights": made}, store)
     assert best.manifest.metrics["weight_low"] == pytest.approx(weights["low"], abs=1e-5)
-    groups = [Group("low", {"low": 300}, None), Group("other", {"high": 500, "code": 100}, None)]
+    size = {name: Amount(1, count, np.zeros(1)) for name, count in (("low", 300), ("high", 500), ("code", 100))}
+    groups = [Group("low", {"low": size.pop("low")}, None), Group("other", size, None)]
     found = module._weights(mixture, groups, {"high", "code"}, 0.3)
     assert [row["weight"] for row in found] == [pytest.approx(0.7 * natural["high"] + 0.3 * 500 / 600), pytest.approx(0.7 * natural["low"])]
     with pytest.raises(PunaError, match="'books' is not among the data sets high, low"):

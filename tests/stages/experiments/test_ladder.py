@@ -21,6 +21,7 @@ from puna.models import accounting
 from puna.models.config import ModelConfig, ModelShape
 from puna.models.training.loop import TrainingDiverged
 from puna.models.training.settings import OptimizerSettings
+from puna.models.transformer import Transformer
 from puna.stages.contract import Facts, execute, identify
 from puna.stages.contract.declaration import InputFacts
 from puna.stages.experiments import choose_size as chosen_sizes
@@ -298,7 +299,10 @@ def test_a_law_of_experts_counts_those_that_a_token_meets(store) -> None:
     # A third of 192 wide: 2 layers, 2 heads of 32 on one of keys and values, experts of 24.
     attention, experts, router = 2 * 64 * 64 + 2 * 64 * 32, 2 * 3 * 64 * 24, 8 * 64
     assert row["parameters"] == 2 * (attention + experts + router) + 1024 * 64
-    chosen = ChosenSize.read(execute(choose_size, ChooseSizeConfig(flops=1e13, draws=100), {"law": surface}, store)).model
+    made = execute(choose_size, ChooseSizeConfig(flops=1e13, draws=100), {"law": surface}, store)
+    chosen, numbers = ChosenSize.read(made).model, made.manifest.metrics
+    total = sum(weight.numel() for weight in Transformer(chosen.complete(1024, 256), seed=0).parameters())
+    assert numbers["shape"].endswith("2 of 8 experts per token") and total == numbers["total_parameters"] > 1.5 * numbers["parameters"]
     assert chosen.moe is not None and chosen.moe.num_experts == 8 and chosen.hidden_size > 64
     assert chosen.moe.moe_intermediate_size == pytest.approx(chosen.hidden_size / 3, abs=8)
 

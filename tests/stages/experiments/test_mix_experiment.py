@@ -18,7 +18,8 @@ from puna.stages.training import mixing_laws
 from puna.stages.training.phase import SHAPE, Phase
 from puna.stages.training.pools import Mixed, PoolRows, Pools
 from puna.stages.training.token_rows import Packed, Reader
-from puna.storage import PunaError
+from puna.stages.training.vocabulary import tokenizer_of
+from puna.storage import Artifact, PunaError
 
 from .conftest import text
 
@@ -37,8 +38,17 @@ def results(made) -> dict[tuple[str, str], float]:
     return {(row["task"], row["metric"]): row["value"] for row in made.read().to_pylist()}
 
 
+def tokens_of(given: dict[str, Artifact], rows: list[tuple[str, int]]) -> Counter[str]:
+    """Return each category's tokens, with BOS and EOS."""
+    vocabulary, tokens = tokenizer_of(given["tokenizer"]), Counter[str]()
+    for i, (category, words) in enumerate(rows):
+        tokens[category] += len(vocabulary.encode_batch([text(category, i, words)])[0]) + 1 + len(vocabulary.end)
+    return tokens
+
+
 def test_results_follow_from_the_trials(store, corpus) -> None:
-    made = execute(mix_experiment, SETTINGS, corpus(ROWS), store)
+    given = corpus(ROWS)
+    made = execute(mix_experiment, SETTINGS, given, store)
     trials = made.read("trials").to_pylist()
     again = [f"{name}, seed {seed}" for seed in (2, 3) for name in ("natural", "optimum")]
     assert [trial["name"] for trial in trials] == ["natural", *(f"design {i}" for i in range(1, 6)), "optimum", *again]
@@ -73,7 +83,7 @@ def test_results_follow_from_the_trials(store, corpus) -> None:
     assert found["target", "natural_loss"] == pytest.approx(losses[0].mean())
     assert found["high", "left_out_error"] == pytest.approx(np.abs(fitted[1].left_out).mean())
     # About half of the corpus's words are of the first category.
-    sizes = {c: sum(len(text(c, i, n)) for i, (own, n) in enumerate(ROWS) if own == c) for c in names}
+    sizes = tokens_of(given, ROWS)
     assert [found[n, "natural_weight"] for n in names] == pytest.approx([sizes[n] / sum(sizes.values()) for n in names])
     # The loss of a category falls with its share: the design's corners show it.
     for i in range(3):
@@ -140,10 +150,11 @@ def test_same_result_for_any_parts_and_workers(tmp_path: Path, corpus) -> None:
 def test_small_categories_are_weighed_together(store, corpus) -> None:
     rows = [*ROWS, *[("high", 10)] * 0]
     settings = MixExperimentConfig(**(SETTINGS.model_dump() | {"categories": 2}))
-    made = execute(mix_experiment, settings, corpus(rows), store)
+    given = corpus(rows)
+    made = execute(mix_experiment, settings, given, store)
     weights = {row["category"]: row["weight"] for row in made.read("weights").to_pylist()}
     assert set(weights) == {"code", "high", "low"} and sum(weights.values()) == pytest.approx(1)
-    sizes = {c: sum(len(text(c, i, n)) for i, (own, n) in enumerate(rows) if own == c) for c in ("code", "low")}
+    sizes = tokens_of(given, rows)
     assert weights["code"] / weights["low"] == pytest.approx(sizes["code"] / sizes["low"])
     assert ("other", "weight") in results(made)
 

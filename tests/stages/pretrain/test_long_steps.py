@@ -130,9 +130,10 @@ def test_a_long_step_is_repeated_until_it_holds(store, given, monkeypatch: pytes
 
 
 def test_a_step_that_never_holds_stops_the_run_with_its_figures(store, given, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    planned(monkeypatch, 0.5, 0.75, 0.875)
-    with pytest.raises(PunaError, match=r"phase longer is not accepted after 3 runs: at depth 0.5 of 128 tokens it finds 0.875 of the"):
-        execute(pretrain, config(phase("a", 4), long()), given, store)
+    asked = planned(monkeypatch, 0.5, 0.75, 0.875)
+    with pytest.raises(PunaError, match=r"phase longer is not accepted after 3 runs: at depth 0.5 of 96 tokens it finds 0.875 of the"):
+        execute(pretrain, config(phase("a", 4), long(length=96)), given, store)
+    assert asked == [96] * 3
 
 
 def test_a_short_loss_that_stays_up_stops_the_run(store, given) -> None:  # noqa: F811

@@ -14,6 +14,9 @@ from pydantic import ValidationError
 
 from puna.stages.contract import execute
 from puna.stages.pretrain.mix import MixConfig, down_sampled, mix, plan
+from puna.stages.pretrain.tokenize import TokenizeConfig, tokenize
+from puna.stages.pretrain.tokenizer import TokenizerConfig, tokenizer
+from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError, Store
 
 
@@ -60,7 +63,7 @@ def test_plan_keeps_the_amount_and_the_ceiling(rows: dict[str, tuple[int, float]
     found = plan(sizes, wanted, most)
     assert sum(s.weight for s in found.values()) == pytest.approx(1)
     assert all(s.epochs <= most + 1e-9 for s in found.values())
-    assert sum(s.epochs * s.bytes for s in found.values()) == pytest.approx(sum(sizes.values()))
+    assert sum(s.epochs * s.size for s in found.values()) == pytest.approx(sum(sizes.values()))
     # Categories below their ceiling keep their weights relative to each other.
     free = [c for c, s in found.items() if s.epochs < most - 1e-6]
     ratios = [found[c].weight / (wanted[c] if wanted else sizes[c]) for c in free]
@@ -97,6 +100,43 @@ def test_a_part_of_an_epoch_is_exact_in_documents_and_near_in_bytes(tmp_path: Pa
     part = plan({"a": sum(sizes[2:]), "b": sum(sizes[2:50])}, {"a": 0.7, "b": 0.3}, 4)["a"].epochs % 1
     for length in range(12):  # some 160 draws of each length
         assert drawn[[i for i in range(198) if sizes[2 + i] == 2**length]].mean() / 10 == pytest.approx(part, abs=0.07)
+
+
+def test_shares_are_of_tokens_with_a_tokenizer_else_of_bytes(tmp_path: Path) -> None:
+    """Half of each: of two categories with equal bytes but unlike bytes per token, training then reads equal numbers of tokens."""
+    store = Store.open(tmp_path)
+    given_ = corpus(store, {"code": [600] * 300, "words": [600] * 300, "empty": [0] * 3}, heldout=1)
+    table = given_["documents"].read()
+    draw = np.random.default_rng(0)
+    texts = {"c": lambda: " ".join(["harbour"] * 75), "w": lambda: "".join(map(chr, draw.integers(33, 127, 600))), "e": str}
+    table = table.set_column(table.column_names.index("text"), "text", pa.array([texts[id_[0]]() for id_ in table["id"].to_pylist()]))
+    documents = store.import_table("documents", table)
+    vocabulary = execute(tokenizer, TokenizerConfig(vocab_size=300), {"documents": documents}, store)
+    own, config = {**given_, "documents": documents}, MixConfig(weights={"code": 0.5, "words": 0.5, "empty": 0.0}, max_repeats=100)
+    for inputs, unit, equal in (({}, "bytes", False), ({"tokenizer": vocabulary}, "tokens", True)):
+        made = execute(mix, config, {**own, **inputs}, store)
+        rows = execute(tokenize, TokenizeConfig(), {"documents": documents, "mixture": made, "tokenizer": vocabulary}, store)
+        read = dict(rows.manifest.figures["tokens"]["series"]["tokens"])
+        assert made.manifest.metrics["share_unit"] == unit
+        assert (abs(read["code"] / (read["code"] + read["words"]) - 0.5) < 0.01) is equal
+        assert read["words"] + read["code"] == pytest.approx(sum(read.values())) and ("bytes_per_token_code" in made.manifest.metrics) is equal
+    assert execute(mix, MixConfig(max_share=1), {**own, "tokenizer": vocabulary}, store).manifest.metrics["epochs_words"] == 1
+
+
+def test_tokens_are_estimated_from_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the documents, cut at 40 characters, gives the bytes per token of all to 5 %, for any parts."""
+    monkeypatch.setattr("puna.stages.training.corpus.SAMPLE", 400)
+    monkeypatch.setattr("puna.stages.training.corpus.BEGINNING", 40)
+    found = set()
+    for part_rows in (7, 10**6):
+        store = Store.open(tmp_path / str(part_rows))
+        given_ = corpus(store, {"a": [30 + 7 * (i % 13) for i in range(2000)]})
+        texts = given_["documents"].read()["text"].to_pylist()
+        own = {**given_, "tokenizer": execute(tokenizer, TokenizerConfig(vocab_size=264), {"documents": given_["documents"]}, store)}
+        exact = sum(map(len, texts)) / sum(len(ids) + 2 for ids in tokenizer_of(own["tokenizer"]).encode_batch(texts))
+        found.add(execute(mix, MixConfig(), own, store, part_rows=part_rows).manifest.metrics["bytes_per_token_a"])
+    (estimate,) = found
+    assert estimate == pytest.approx(exact, rel=0.05) and estimate != round(exact, 4)
 
 
 def test_the_split_and_the_categories_are_those_that_came_in(tmp_path: Path) -> None:

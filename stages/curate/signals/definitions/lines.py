@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 
 from puna.kernels.text.characters import PUNCTUATION, TERMINAL, code_points
-from puna.kernels.text.technical import ENDS, MARKS
+from puna.kernels.text.technical import BEFORE_RESULT, ENDS, MARKS
 from puna.kernels.text.words import split_codes
 from puna.stages.contract import signal
 from puna.stages.curate.signals.definitions.views import has, is_unspaced, seen_before, words_of
@@ -14,6 +14,7 @@ from puna.stages.curate.signals.definitions.views import has, is_unspaced, seen_
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 _HIGH = "[\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore") + "]"
 MISREAD = re.compile(f"[\xc2-\xdf]{_HIGH}|[\xe0-\xef]{_HIGH}{{2}}|[\xf0-\xf4]{_HIGH}{{3}}")
+CALCULATION = re.compile(rf"(?<![A-Za-z_0-9.,])[0-9.,]*[0-9]%? *=[{re.escape(BEFORE_RESULT)}]*\.?[0-9]")
 POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 
@@ -150,10 +151,11 @@ def code_lines(text: str) -> int:
 
 
 def is_code(line: str) -> bool:
-    """True if a line looks like code. Bullet items, lines over a third digits, and lines with neither letters nor only marks do not."""
+    """True if a line looks like code. Bullet items, calculations, lines over a third digits, and lines with neither letters nor only marks
+    do not."""
     visible = [c for c in line if c not in " \t\r\v\f"]
     marks, digits = sum(c in MARKS for c in visible), sum(c in "0123456789" for c in visible)
     letters = any(c.isascii() and c.isalpha() for c in visible)
-    if not visible or visible[0] == "•" or 3 * digits > len(visible) or not (letters or marks == len(visible)):
+    if not visible or visible[0] == "•" or CALCULATION.search(line) or 3 * digits > len(visible) or not (letters or marks == len(visible)):
         return False
     return visible[-1] in ENDS or (marks - ("(" in visible and ")" in visible) >= 2 and 8 * marks >= len(visible))
