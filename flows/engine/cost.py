@@ -38,7 +38,7 @@ CPU = "this CPU"
 ELSEWHERE = ""  # the executor of a plan for another machine, whose memory is unknown
 CPU_FLOPS = 1e20  # maximum FLOPs in a plan for this CPU: a year at 3 TFLOP/s, the rate of a fast CPU
 LARGE, MOST_GPUS = "H100", 2**17  # the GPU for plans that are too large for a CPU, and the largest number of GPUs that is tried
-MODEL = "times are computed; median error 8 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
+MODEL = "times are computed; median error 7 % over 27 runs, published or measured on one H200; up to 60 % in long contexts"
 REFUSED = "on GPUs: context parallelism"
 LONGEST = 90 * 86_400  # maximum seconds of training if the plan chooses the number of GPUs
 LOOKED_AT = 256  # maximum number of prompts that are tokenized to estimate lengths
@@ -206,7 +206,7 @@ def costs(
     planned: Training, gpu: str | None, gpus: int, given: ModelConfig | None = None, size: ChosenSize | None = None, asks: bool = False
 ) -> dict[str, Any]:
     """Return pretraining's figures for `puna plan`. `given`: the model to continue; `size`: from choose_size; `asks`: has `tasks`. Without
-    `gpu`, plan for this CPU or, if it would take years, for enough `LARGE` GPUs to hold the state and to finish within `LONGEST`. Raise
+    `gpu`, plan for this CPU or, if it would take years, for as few `LARGE` GPUs as finish within `LONGEST`, else for the fastest. Raise
     PunaError for `gpus` without `gpu`, or if the training's own layout does not fit the GPUs."""
     from puna.models import accounting
 
@@ -217,10 +217,11 @@ def costs(
         free = replace(planned, config=training.replace(compute=ComputeSettings()))
         if (flops := costs(free, LARGE, 1, given, None, asks)["flops"]) > CPU_FLOPS:
             needed = training.compute.layout.processes
-            while (large := costs(planned, LARGE, needed, given, size, asks)) and (large["seconds"] is None or large["seconds"] > LONGEST):
-                if needed >= MOST_GPUS:
-                    break
+            tried = [costs(planned, LARGE, needed, given, size, asks)]
+            while not (tried[-1]["seconds"] or math.inf) <= LONGEST and needed < MOST_GPUS:
                 needed *= 2
+                tried.append(costs(planned, LARGE, needed, given, size, asks))
+            large = min(reversed(tried), key=lambda one: one["seconds"] or math.inf)
             return {**large, "device": f"{large['device']} (no --gpu given; this CPU would take years for {flops:.1e} operations)"}
     context = planned.rows["initial"]
 
@@ -287,7 +288,7 @@ def _phase(
     held += [accounting.peak_bytes(config, at_once, precision, less, accumulated, moments) for less in (False, True)]
     seconds: float | None = time.total
     if gpu:
-        work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=asks or phase.accept is not None)
+        work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=asks)
         sheet, own = data_sheet(gpu), _own_layout(training, config, phase, gpus)
         ranked = best_layouts(config, work, gpus, sheet, only=own)
         layouts = {"layouts": _describe_layouts(ranked, gpu, gpus, own)}

@@ -117,8 +117,8 @@ class Trainer:
         self.weights = self.parameters
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
         self._parts: list[Part] = []
-        if self.precision == "bf16":
-            self._originals = [(p, p.data) for p in model.parameters() if type(p) in PLAIN]  # FSDP2 rounds its own
+        if self.precision == "bf16" and not self.parallel.rounds:
+            self._originals = [(p, p.data) for p in model.parameters()]
         if self._originals:
             self.weights = {name: nn.Parameter(p.data) for name, p in self.parameters.items()}
             for parameter, data in self._originals:

@@ -71,7 +71,7 @@ def distill(student: Model, teacher: Model, prompts: Prompts, config: DistillCon
     mesh, guide = ranks.mesh(layout), guide.requires_grad_(False)
     if layout.pipeline == 1:
         guide = cast("Transformer", part_of(guide, layout, mesh, device()).model)
-    elif mesh.counts:  # only the last pipeline stage runs the teacher, which it holds with all layers
+    elif mesh.is_last_stage:  # only the last pipeline stage runs the teacher, which it holds with all layers
         guide = guide.to(device(), frozen_dtype())
     objective = Distill(guide, config.beta, config.temperature)
     with adapters(network, config, run) as scales:

@@ -110,11 +110,14 @@ def _right(model: Transformer, trials: Sequence[tuple[Ids, Ids]]) -> list[bool]:
     import torch
 
     from puna.models.training.objectives import Targets
+    from puna.models.training.parallel.parallel import alone
 
-    batch = Targets.from_answers([p.tolist() for p, _ in trials], [[a.tolist()] for _, a in trials])
-    batch = batch.to(next(model.parameters()).device)
+    def compute(model: Transformer, batch: Targets) -> torch.Tensor:
+        return (model.logits(model.hidden(batch.forest)[batch.positions]).argmax(-1) == batch.tokens).float()
+
+    batch, held = Targets.from_answers([p.tolist() for p, _ in trials], [[a.tolist()] for _, a in trials]), alone(model)
     with torch.no_grad():
-        same = model.logits(model.hidden(batch.forest)[batch.positions]).argmax(-1) == batch.tokens
+        same = held.ask(compute, batch.to(held.device))
     return [bool(part.all()) for part in same.cpu().split(batch.lengths.tolist())]
 
 

@@ -38,7 +38,7 @@ ONE = Layout()
 
 def number(name: str, default: int = 0, least: int = 0) -> int:
     """Return an environment variable of the launch. Raise PunaError if it is set, but not to a whole number of at least `least`."""
-    text = os.environ.get(name, str(default))
+    text = os.environ.get(name, str(default)) or "(empty)"
     if not text.isdecimal() or int(text) < least:
         raise PunaError(f"{name}={text}: must be a whole number of at least {least}; unset it, or let torchrun or --processes set it")
     return int(text)

@@ -66,7 +66,7 @@ def needs(config: PretrainConfig, facts: Facts) -> list[str]:
         return lines
     if len(starts) == 2:
         return ["size: the input model already has a size; give only one of the two, or set train_chosen_size: false in the recipe"]
-    asks = bool(facts.inputs.get("tasks")) or any(phase.accept for phase in config.phases)
+    asks = bool(facts.inputs.get("tasks"))
     if starts:
         in_vain = [f"{setting}: the input {starts[0]} has its own; leave it out" for setting in config.in_vain(starts[0])]
         others = other_moments(facts, "model", MOMENTS, config.optimizer) if config.phases[0].optimizer == "keep" else []
@@ -254,14 +254,11 @@ class Watch:
         """True if the phase passes its test after attempt `attempt` (1-based). Raise PunaError with the reasons if the last attempt fails.
 
         `row`: tokens per packed row; `short`: lowest validation loss before a phase with a test. Metrics and a figure are written."""
-        from puna.models.training.parallel.base import whole
-
         length, rise = bounds.length or phase.longest(row * phase.join_rows), self.after - short
         texts = [self.vocabulary.decode(piece.tolist(), skip_special_tokens=True) for piece in self.pieces]
         noise = noise_of(texts, self.vocabulary, self.config.needle)
         seed, size = self.run.seed("needle", phase.name), self.config.compute.micro_batch_tokens
-        with whole(model):
-            accuracy = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
+        accuracy = by_depth(model, self.vocabulary, noise, length, self.config.needle, seed, size)
         depth, least = min(((depth, share.value) for depth, share in accuracy.items()), key=lambda pair: pair[1])
         rise, depth, least = ranks.first([rise, depth, least])
         for name, value in {"attempts": attempt, "short_loss_change": rise, "needle_min": least}.items():

@@ -2,9 +2,10 @@
 
     python tests/benchmarks/parallel.py --json [--kills 20]
 
-Ranks are gloo processes of this machine. `combinations_proved` counts layouts x objectives, layouts x models, and rows of the tests, whose gradients and log
-are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over 16
-ranks; `load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the bytes that it keeps;
+Ranks are gloo processes of this machine. `combinations_proved` of `combinations_tried` counts layouts x objectives, layouts x models, and
+rows of the tests, whose gradients and log are within 1e-5 of one process; `cp_imbalance` is the largest load over the mean of 32,768 rows
+in documents of about 1,024 tokens over 16 ranks;
+`load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the bytes that it keeps;
 `load_weights_ratio` is the same for a model's weights, and `load_weights_memory_ratio` the memory that a rank takes for them over the bytes
 that it keeps; `two_process_speedup` compares tokens per second of a model of 3.2 million parameters on two cores, which should be idle.
 `plan_error_published` is the median error of `puna plan` over published runs, see published_plans.py.
@@ -37,11 +38,13 @@ EQUAL = 1e-5
 VARIANTS = {
     "shard": ("tied", "biases", "window", "parallel_block", "moe", "mla"), "tensor": ("tied", "biases", "window", "parallel_block"),
     "pipeline": ("tied", "biases", "window", "parallel_block", "mla"), "context": ("tied", "biases", "window", "parallel_block", "mla"),
-    "data": tuple(name for name in MODELS if name not in ("plain", "deep")),
+    "data": tuple(name for name in MODELS if name not in ("plain", "deep", "dropout")),
 }  # fmt: skip
 INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
+INTERLEAVED_WITH = ((), ("data",), ("shard",), ("tensor",), ("context",), ("shard", "tensor"))
 STATES: tuple[dict[str, int], ...] = (
     {}, {"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, INTERLEAVED, {"context": 2}, {"shard": 2, "tensor": 2},
+    {"shard": 2, "tensor": 2, **INTERLEAVED},
 )  # fmt: skip
 
 
@@ -51,7 +54,7 @@ def size(layout: dict[str, int]) -> int:
 
 def equality(pool: Pool) -> dict[str, float]:
     """Compare each layout and objective, the models of one axis, and the rows of the tests, with one process."""
-    layouts = [*(dict.fromkeys(sorted(axes), 2) for axes in PROVED), INTERLEAVED, {"data": 2, **INTERLEAVED}]
+    layouts = [*(dict.fromkeys(sorted(axes), 2) for axes in PROVED), *(dict.fromkeys(some, 2) | INTERLEAVED for some in INTERLEAVED_WITH)]
     jobs = [(layout, objective, "moe" if "expert" in layout else "plain") for layout in layouts for objective in OBJECTIVES]
     jobs += [({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants]
     differences = []
@@ -61,7 +64,8 @@ def equality(pool: Pool) -> dict[str, float]:
     for one in given:
         results = pool.run("compare", size(one["layout"]), **one)
         differences.append(max(max(result["gradients"], result["rows"], result["unequal"]) for result in results))
-    return {"combinations_proved": sum(one <= EQUAL for one in differences), "worst_relative_difference": max(differences)}
+    proved = {"combinations_proved": sum(one <= EQUAL for one in differences), "combinations_tried": len(differences)}
+    return {**proved, "worst_relative_difference": max(differences)}
 
 
 def reshard(pool: Pool) -> float:
@@ -81,7 +85,7 @@ def read_ratio(pool: Pool) -> float:
     weights."""
     ratios = []
     with tempfile.TemporaryDirectory() as root:
-        for number, layout in enumerate(({"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2})):
+        for number, layout in enumerate(STATES[1:5] + STATES[7:]):
             ratios += pool.run("read_ratio", size(layout), layout=layout, folder=str(Path(root, str(number))))
     return max(ratios)
 
@@ -97,7 +101,7 @@ def weights_ratios() -> dict[str, float]:
     """Return the bytes that a rank reads from disk for its pieces of a model's weights, and the memory that it takes, over the bytes of
     these pieces, for the worst rank of the layouts that split weights. Each layout has a new pool, so that no earlier memory is reused."""
     worst = {"read": 0.0, "taken": 0.0}
-    for layout in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}):
+    for layout in ({"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"shard": 2, "tensor": 2}, {"shard": 2, "pipeline": 2}):
         pool = Pool(4)
         try:
             with tempfile.TemporaryDirectory() as folder:

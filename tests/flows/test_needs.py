@@ -144,16 +144,16 @@ def test_memory_is_counted_by_the_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     deep = SHAPE.replace(hidden_size=2048, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=8)
     count = parameters(deep.complete(1, 2048)).total
 
-    def lacking(local: int, world: int, layout: dict[str, int], bytes_each: float, **phase: Any) -> list[str]:
+    def lacking(local: int, world: int, layout: dict[str, int], bytes_each: float, tasks: bool = False) -> list[str]:
         monkeypatch.setenv("WORLD_SIZE", str(world))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         compute = {"layout": layout, "precision": "fp32"}
-        config = PretrainConfig.model_validate({"model": deep, "compute": compute, "optimizer": {"name": "adamw"}, "phases": [phase]})
-        return pretrain_needs(config, Facts({}, int(bytes_each * count)))
+        config = PretrainConfig.model_validate({"model": deep, "compute": compute, "optimizer": {"name": "adamw"}, "phases": [{"accept": {}}]})
+        return pretrain_needs(config, Facts({"tasks": (InputFacts("external"),)} if tasks else {}, int(bytes_each * count)))
 
     assert lacking(1, 1, {}, 15) and not lacking(1, 1, {}, 17)
     assert not lacking(1, 8, {"shard": 8}, 3.5) and lacking(1, 8, {"shard": 8}, 2)
-    assert not lacking(1, 8, {"shard": 8}, 6, accept={}) and lacking(1, 8, {"shard": 8}, 5, accept={})
+    assert not lacking(1, 8, {"shard": 8}, 6, tasks=True) and lacking(1, 8, {"shard": 8}, 5, tasks=True)
     assert not lacking(1, 2, {"pipeline": 2}, 9)
     (line,) = lacking(4, 4, {"data": 4}, 60)
     assert "(16 bytes each in 4 processes of the layout data 4)" in line and not lacking(4, 4, {"data": 4}, 65)

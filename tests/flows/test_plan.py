@@ -180,8 +180,9 @@ def test_a_plan_too_large_for_a_cpu_names_a_device_that_can() -> None:
     assert str(one["device"]).startswith("32 x H100 (no --gpu given; this CPU would take years") and one["seconds"] <= 90 * 86_400
     assert one["seconds"] == costs(load("llama3-1b", [], "pretrain"), "H100", 32)["seconds"]
     large = costs(load("llama3-405b", [], "pretrain"), None, 1)
-    gpus = int(str(large["device"]).partition(" ")[0])
-    assert gpus > 1 and large["state_bytes"] is large["seconds"] is None  # no tested layout fits all phases
+    assert str(large["device"]).startswith("16384 x H100 (no --gpu given") and large["seconds"] > 90 * 86_400  # no number is fast enough
+    for phase in large["phases"]:
+        assert "shard" in phase["layouts"][0] and "x tensor 8" in phase["layouts"][0] and phase["peak_bytes_checkpointing"] < 72e9
     assert costs(load("demo", [], "pretrain"), None, 1)["device"] == "this CPU"
 
 

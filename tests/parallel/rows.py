@@ -31,7 +31,7 @@ class Row(NamedTuple):
     @property
     def rounds_alike(self) -> bool:
         """True if ranks compute the numbers of one process, in the same order within a micro-batch, and only then sum them in fp32."""
-        return set(self.layout) <= {"data", "shard"} or (set(self.layout) <= {"data", "pipeline", "virtual_stages"} and not self._is_tied)
+        return set(self.layout) <= {"data", "shard", *(() if self._is_tied else ("pipeline", "virtual_stages"))}
 
     @property
     def _is_tied(self) -> bool:
@@ -50,12 +50,19 @@ def _one_axis(axis: str) -> list[Row]:
     return rows if axis == "tensor" else [*rows, Row(two, "sft", "mla_moe" if axis == "expert" else "rich_mla", MUON)]
 
 
-def _axes(axes: str) -> list[Row]:
-    layout, expert = dict.fromkeys(axes.split(), 2), "expert" in axes
-    first, second = ("rich_moe", "mla_moe") if expert else ("rich", "rich" if "tensor" in axes else "rich_mla")
-    rows = [Row(layout, "language and kto", first, {} if expert else GALORE), Row(layout, "scalar", second, MUON | TWICE)]
-    # After a step of GaLore, six experts differ by up to 8e-4 although their gradients differ by 5e-7: a matrix has nearly equal directions.
-    return [*rows, Row(layout, "sft", "moe", GALORE)] if expert else rows
+def _axes(axes: frozenset[str]) -> list[Row]:
+    """Return rows of a set of axes: all objectives on all features of a model, optimizers, adapters, bf16. Stages are of two layers and of one."""
+    layout = dict.fromkeys(sorted(axes), 2)
+    other = layout | (INTERLEAVED if "pipeline" in axes else {})
+    if "expert" in axes:
+        # After a step of GaLore, six experts differ by up to 8e-4 although their gradients differ by 5e-7: a matrix has nearly equal directions.
+        rows = [Row(layout, "language and kto", "rich_moe"), Row(layout, "scalar", "mla_moe", MUON | TWICE), Row(layout, "sft", "moe", GALORE)]
+        return [*rows, Row(layout, "sft", "dora_moe"), Row(layout, "sft", "moe", BF16)]
+    adapters, latent = ("rich_lora", "rich") if "tensor" in axes else ("rich_dora", "rich_mla")
+    rows = [Row(layout, "language and kto", "rich", GALORE), Row(other, "scalar", adapters if len(axes) > 2 else latent, MUON | TWICE)]
+    if len(axes) > 2:
+        return [*rows, Row(layout, "sft", latent, BF16)]
+    return [*rows, Row(layout, "sft", adapters), Row(layout, "sft", "plain", BF16)]
 
 
 SETS = sorted((frozenset(some) for some in PROVED), key=lambda axes: (len(axes), sorted(axes)))
@@ -63,21 +70,19 @@ SETS = sorted((frozenset(some) for some in PROVED), key=lambda axes: (len(axes),
 
 ROWS = [
     *(row for axis in ("data", "shard", "tensor", "context", "expert") for row in _one_axis(axis)),
-    *(row for axes in ("data shard", "data tensor", "shard tensor", "data context", "shard context", "data expert", "shard expert") for row in _axes(axes)),
-    *(row for third in ("tensor", "context", "expert") for row in _axes(f"data shard {third}")),
-    *(Row(dict.fromkeys(sorted(axes), 2), "sft", "rich_lora" if "tensor" in axes else "dora_moe" if "expert" in axes else "rich_dora") for axes in SETS),
+    *(row for axes in SETS if len(axes) > 1 for row in _axes(axes)),
+    *(Row({axis: 2}, "sft", "rich_lora" if axis == "tensor" else "dora_moe" if axis == "expert" else "rich_dora") for axis in AXES),
     *(Row({axis: 3}, "reward", "rich_lora", BF16 | MUON) for axis in AXES if axis != "expert"), Row({"data": 2}, "sft", "nf4"), Row(INTERLEAVED, "sft", "lora", BF16), Row({"data": 2}, "sft", "rich_moe"),
     *(Row({axis: 2}, "outputs", "capped", GALORE) for axis in AXES if axis != "expert"),
-    *(Row(dict.fromkeys(sorted(axes), 2), "sft" if len(axes) > 1 else "outputs", "moe" if "expert" in axes else "plain", BF16) for axes in SETS),
+    *(Row({axis: 2}, "outputs", "moe" if axis == "expert" else "plain", BF16) for axis in AXES),
     *(Row({axis: 3}, "scalar", "rich_moe" if axis == "expert" else "rich", BF16 | more) for axis, more in zip(AXES, [MUON, GALORE, TWICE] * 2, strict=True)),
     Row({"shard": 2}, "sft", "rich_moe"), Row({"data": 2, "shard": 2}, "sft", "rich_moe"), Row({"context": 4}, "outputs", "rich"), Row({"context": 4}, "pretrain"),
-    Row({"context": 4}, "pretrain", "mla"), Row({"expert": 4}, "sft", "moe", TWICE | GALORE),
+    Row({"context": 4, "tensor": 2}, "pretrain", "rich"), Row({"context": 4, "pipeline": 2}, "pretrain", "rich"), Row({"shard": 4, "pipeline": 2}, "pretrain", "rich", size=(3, 1)),
+    Row({"context": 4}, "pretrain", "mla"), Row({"expert": 4}, "sft", "moe", TWICE | GALORE), Row({"pipeline": 4, "tensor": 2}, "pretrain", "tied", MUON),
     *(Row(layout, objective) for layout in ({"pipeline": 2}, INTERLEAVED) for objective in ("language and kto", "scalar")),
     Row({"pipeline": 3}, "pretrain", "rich", TWICE), Row({"pipeline": 2}, "scalar", "rich_mla", MUON), Row({"pipeline": 4}, "sft", "rich", GALORE),
     Row(INTERLEAVED, "sft", "rich", TWICE | MUON), Row(INTERLEAVED, "sft", "rich_mla", TWICE | GALORE),
     Row({"pipeline": 2, "virtual_stages": 3}, "pretrain", size=(7, 1)), Row({"pipeline": 4}, "pretrain", size=(5, 2)),
-    Row({"data": 2, "pipeline": 2}, "language and kto", "rich", TWICE), Row({"data": 2, **INTERLEAVED}, "language", "rich_mla", GALORE),
-    Row({"data": 2, **INTERLEAVED}, "scalar", "rich", MUON),
 ]  # fmt: skip
 """`context` of four has micro-batches of three tokens, of which a rank has none. Micro-batches of a pipeline are more than its ranks, fewer,
 and no multiple of them; stages are of one layer and of two."""

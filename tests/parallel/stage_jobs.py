@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from puna.models.generation import Engine
@@ -127,10 +127,8 @@ def stage_memory(members: Sequence[int], bucket: int, **given: Any) -> int:
     live = Live()
 
     def step(self: Trainer, *asked: Any, real: Callable[..., Any] = Trainer.step) -> Any:
-        most = live.most
-        row = real(self, *asked)
-        live.most = most
-        return row
+        with _disable_current_modes():
+            return real(self, *asked)
 
     def resize(storage: Any, size: int, real: Callable[..., Any] = torch.UntypedStorage.resize_) -> Any:
         out = real(storage, size)

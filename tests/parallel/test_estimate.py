@@ -126,6 +126,14 @@ def test_the_state_is_cut_and_gathered_weights_are_counted_between_steps() -> No
     assert estimate(CONFIG, large, Layout(shard=8), SHEET).bytes == estimate(CONFIG, replace(large, whole=True), Layout(shard=8), SHEET).bytes
 
 
+def test_a_sharded_stage_gathers_its_weights_once_per_step_and_keeps_them() -> None:
+    """In bf16, a stage's state is 20 bytes per parameter; halved, 16 / 2, besides the gathered weights of 2 bytes and gradients of 4."""
+    one, cut = (estimate(CONFIG, WORK, Layout(pipeline=4, shard=size), SHEET) for size in (1, 2))
+    counts = parameters(CONFIG)
+    assert cut.transfers - one.transfers == pytest.approx((2 + 4) * counts.total / 4 / 2 / SHEET.within)
+    assert one.bytes - cut.bytes == pytest.approx((20 - 16 / 2 - 6) * ((counts.layers + counts.norms) / 4 + max(counts.embedding, counts.head)))
+
+
 @pytest.mark.parametrize("devices", [2, 6, 8, 16, 128])
 def test_all_proved_layouts_of_so_many_devices_are_listed(devices: int) -> None:
     """Compared with all products of five sizes, tried one by one."""

@@ -23,7 +23,7 @@ from .conftest import Run
 
 @pytest.mark.parametrize(
     "layout", [{"data": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"data": 2, "shard": 2}, {"data": 2, "tensor": 2},
-               {"data": 2, "pipeline": 2}], ids=str,
+               {"data": 2, "pipeline": 2}, {"shard": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str,
 )  # fmt: skip
 def test_ranks_share_the_prompts_and_get_the_answers_of_one_process(ranks: Run, layout: dict[str, int]) -> None:
     """Equal bit by bit; the reference's log-probs up to rounding if ranks hold parts of matrices or of rows."""

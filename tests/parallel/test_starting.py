@@ -218,7 +218,7 @@ def test_a_layout_is_repeated_over_the_processes_that_run(monkeypatch: pytest.Mo
     assert Layout(shard=2).repeated(6) == Layout(data=3, shard=2) and Layout(data=2).repeated(2) == Layout(data=2)
     assert Layout(shard=2).repeated(3) == Layout(shard=2) and Layout(shard=2).repeated(1) == Layout(shard=2)
     assert Layout(shard=2, tensor=2).repeated(8).refusal("cpu") is None
-    assert "no test proves the layout data 2 x context 2 x tensor 2" in (Layout(context=2).model_copy(update={"tensor": 2}).repeated(8).refusal("cpu") or "")
+    assert "no test proves the layout pipeline 2 x data 2 x shard 2 x tensor 2" in (Layout(shard=2, pipeline=2, tensor=2).repeated(16).refusal("cpu") or "")
     monkeypatch.setenv("WORLD_SIZE", "4")
     check(pretrain, PretrainConfig(compute={"layout": {"shard": 2}}))
     with pytest.raises(PunaError, match=r"compute.layout = shard 3 needs 3 processes, or a multiple of that; 4 run: start with --processes 3 or torchrun"):
@@ -398,7 +398,10 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
     for one in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
         monkeypatch.setenv(one, "1")
     monkeypatch.delenv(name)
-    with pytest.raises(ValueError, match=f"{name} not set"):
+    with pytest.raises(ValueError, match=f"{name} not set, or empty"):
+        join()
+    monkeypatch.setenv(name, "")
+    with pytest.raises(ValueError, match=f"{name} not set, or empty"):
         join()
 
 
@@ -434,12 +437,12 @@ def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("name, value, problem", [
     ("WORLD_SIZE", "two", "must be a whole number of at least 1; unset it, or let torchrun or --processes set it"),
     ("WORLD_SIZE", "0", "must be a whole number of at least 1"), ("RANK", "-1", "must be a whole number of at least 0"),
-    ("RANK", "2", "the ranks of WORLD_SIZE=2 processes are 0 to 1"), ("MASTER_PORT", "http", "must be a whole number"), ("LOCAL_RANK", "", "must be"),
+    ("RANK", "2", "the ranks of WORLD_SIZE=2 processes are 0 to 1"), ("MASTER_PORT", "http", "must be a whole number"), ("WORLD_SIZE", "", "must be"), ("LOCAL_RANK", "", "must be"),
 ])  # fmt: skip
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str):
     for one, own in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", name: value}.items():
         monkeypatch.setenv(one, own)
-    with pytest.raises(PunaError, match=f"^{name}={value}: {problem}"):
+    with pytest.raises(PunaError, match=f"^{name}={value or '.empty.'}: {problem}"):
         leads(1)
 
 
@@ -469,5 +472,5 @@ def test_a_layout_of_other_processes_is_refused_by_name():
 
 
 def test_a_layout_that_no_test_proves_is_refused():
-    with pytest.raises(ValueError, match="no test proves the layout pipeline 2 x tensor 2"):
-        PretrainConfig(compute={"layout": {"pipeline": 2, "tensor": 2}})
+    with pytest.raises(ValueError, match="no test proves the layout pipeline 2 x expert 2"):
+        PretrainConfig(compute={"layout": {"pipeline": 2, "expert": 2}})

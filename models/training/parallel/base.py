@@ -59,13 +59,20 @@ class Piece:
         return tuple(slice(start, stop) for start, stop in self.box)
 
 
+def no_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of NaN in this shape that takes no memory."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(*shape)
+
+
 class Parallel:
     """A model that every rank holds whole and runs on some micro-batches: the layout `data`, or one process.
 
     whole: the model that is trained. model: the module that computes, with the methods that objectives call. parameters: this rank's
     trained parameters by name; `frozen`: those that are not trained. pieces: each local tensor's part of the whole tensor. owned: weights
     whose optimizer state one rank has whole. beside: other models in the checkpoint, by the prefix of their tensors' names. device: of the
-    pieces; None: the whole model's. dtype: in which the model computes."""
+    pieces; None: the whole model's. dtype: in which the model computes. rounds: True if the model itself rounds the weights to it."""
+
+    rounds = False
 
     def __init__(self, whole: nn.Module, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.whole, self.mesh, self.dtype = whole, mesh, dtype
@@ -75,7 +82,7 @@ class Parallel:
         self.device = device or next(whole.parameters()).device
         self.parameters = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self.pieces = {name: Piece.of(p) for name, p in self.parameters.items()}
-        self.frozen: dict[str, Tensor] = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
+        self.frozen = {name: p for name, p in whole.named_parameters() if not p.requires_grad}
         self._published = False
 
     @property
@@ -196,7 +203,7 @@ class Parallel:
         computed from whole weights is then NaN. `publish` allocates and writes them again."""
         if isinstance(self.whole, Transformer) and self.model is not self.whole:
             for parameter in self.whole.parameters():
-                parameter.data = torch.full((), math.nan, device=parameter.device).expand(parameter.shape)
+                parameter.data = no_values(parameter.shape, torch.float32, parameter.device)
             self.whole.held, self._published = self, False
 
     def piece_of(self, name: str, tensor: Tensor) -> Piece:

@@ -28,14 +28,15 @@ def _gather(x: Tensor, rows: int, group: Any) -> Tensor:
     return out[:rows]
 
 
-def _pad(x: Tensor, p: int) -> Tensor:
+def padded(x: Tensor, p: int) -> Tensor:
+    """Return rows x, with rows of zeros up to a multiple of p; contiguous."""
     rows = p * cut(len(x), p)
     return x.contiguous() if rows == len(x) else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
 def _scatter(x: Tensor, group: Any) -> Tensor:
     p = dist.get_world_size(group)
-    x = _pad(x, p)
+    x = padded(x, p)
     out = x.new_empty(len(x) // p, *x.shape[1:])
     dist.reduce_scatter_tensor(out, x, group=group)
     return out
@@ -46,7 +47,7 @@ def own_rows(x: Tensor, group: Any) -> Tensor:
     if group is None:
         return x
     p = dist.get_world_size(group)
-    return _pad(x, p).chunk(p)[dist.get_rank(group)].contiguous()
+    return padded(x, p).chunk(p)[dist.get_rank(group)].contiguous()
 
 
 class _AddParts(torch.autograd.Function):

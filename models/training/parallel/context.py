@@ -5,7 +5,7 @@ cost, so ranks have nearly equal attention work, whatever the lengths of the doc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from puna.kernels.forest_mask import TILE_ROWS
 from puna.models.forest import Forest
 from puna.models.training.boxes import own
 from puna.models.training.parallel.base import Parallel
-from puna.models.training.parallel.collectives import add_parts, gather_rows, scale_gradient
-from puna.models.training.parallel.cut_model import CutTransformer, piece_of, place
+from puna.models.training.parallel.collectives import add_parts, gather_rows
+from puna.models.training.parallel.cut_model import EMBEDDING, CutTransformer, Rows, piece_of, place
 from puna.models.training.parallel.mesh import Mesh, by_load
-from puna.models.transformer import Transformer, softcap
+from puna.models.transformer import Transformer
 
 CHUNKS = 16  # minimum chunks per rank, if there are enough rows
 
@@ -60,9 +60,10 @@ class ContextTransformer(CutTransformer):
         super().__init__(whole, mesh)
         self.context, self.rank = mesh.group("context"), mesh.at["context"]
 
-    def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
-        """Return the final hidden states of this rank's rows, and the assignment of rows to ranks."""
-        dealt = deal(forest.mask.depths, self.mesh.size("context"))
+    def rows(self, forest: Forest) -> Rows:
+        return self._rows(forest, deal(forest.mask.depths, self.mesh.size("context")))
+
+    def _rows(self, forest: Forest, dealt: Deal) -> Rows:
         own = dealt.rows(self.rank)
         masks = {window: forest.mask.within(window).some_tiles(dealt.chunks[self.rank]) for window in set(self.config.windows)}
 
@@ -70,8 +71,12 @@ class ContextTransformer(CutTransformer):
             k_TGK, v_TGV = (self._all_rows_of(x, dealt, partial=True).contiguous() for x in (k_nGK, v_nGV))
             return attention_of_rows(q_nHK, k_TGK, v_TGV, masks[self.config.windows[layer]])
 
-        x_nD = self.model(self.model.embed_tokens(forest.tokens[own]), forest.positions[own], attend)
-        return x_nD, dealt
+        return forest.tokens[own], forest.positions[own], attend
+
+    def _own_hidden(self, forest: Forest) -> tuple[Tensor, Deal]:
+        """Return the final hidden states of this rank's rows, and the assignment of rows to ranks."""
+        dealt = deal(forest.mask.depths, self.mesh.size("context"))
+        return self.final(self._rows(forest, dealt)), dealt
 
     def _all_rows_of(self, x: Tensor, dealt: Deal, *, partial: bool) -> Tensor:
         """Return the rows `x` of all ranks, gathered in the forest's order. `partial`: see `gather_rows`."""
@@ -82,14 +87,6 @@ class ContextTransformer(CutTransformer):
     def hidden(self, forest: Forest) -> Tensor:
         x_nD, dealt = self._own_hidden(forest)
         return self._all_rows_of(x_nD, dealt, partial=False)
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        # All ranks compute the same gradient of the weight; these are added up later, so each is scaled down.
-        logits_NV = nn.functional.linear(hidden_ND, scale_gradient(self.lm_head.weight, 1 / self.mesh.size("context")))
-        return softcap(logits_NV, self.config.final_logit_softcapping)
-
-    def scalar(self, hidden_ND: Tensor) -> Tensor:
-        return nn.functional.linear(hidden_ND, scale_gradient(self.score.weight, 1 / self.mesh.size("context")))[:, 0]
 
     def _own_places(self, dealt: Deal, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices into `positions` [N] of those that this rank holds, and their row numbers on this rank."""
@@ -110,18 +107,22 @@ class ContextTransformer(CutTransformer):
 
 
 class Cut(Parallel):
-    """A `Transformer` whose ranks hold pieces (layouts `tensor` and `expert`) or compute some of the tokens (layout `context`)."""
+    """A `Transformer` whose ranks hold pieces (layouts `tensor`, `expert`, `pipeline`) or compute some of the tokens (`context`)."""
+
+    model: CutTransformer
 
     def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(whole, mesh, device, dtype)
-        self.pieces = {name: piece_of(name, p, mesh) for name, p in whole.named_parameters()}
         self.model = model = (ContextTransformer if mesh.size("context") > 1 else CutTransformer)(whole, mesh)
-        for name, parameter in whole.named_parameters():
-            place(model, name, nn.Parameter(self._piece(name, parameter), parameter.requires_grad))
-        if model.head == "lm" and model.config.tie_word_embeddings:
+        self.pieces = {name: piece_of(name, p, mesh) for name, p in whole.named_parameters()}
+        if model.is_tied and model.first:  # the output layer, which is the first stage's embedding
+            self.pieces[EMBEDDING] = replace(self.pieces[EMBEDDING], copy=True)
+        self.held = {n: nn.Parameter(self._piece(n, p), p.requires_grad) for n, p in whole.named_parameters() if model.has(n)}
+        for name, parameter in self.held.items():
+            place(model, name, parameter)
+        if model.is_tied:
             model.lm_head.weight = model.model.embed_tokens.weight
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.parameters, self.frozen = ({n: p for n, p in self.held.items() if p.requires_grad == on} for on in (True, False))
 
     def _piece(self, name: str, weight: Tensor) -> Tensor:
         return own(weight, self.pieces[name].slices(), self.device)

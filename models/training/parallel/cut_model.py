@@ -1,4 +1,4 @@
-"""A `Transformer` split over ranks: by matrices (`tensor`), by tokens, also called rows (`context`), or by experts (`expert`).
+"""A `Transformer` split over ranks: by matrices (`tensor`), experts (`expert`), tokens, also called rows (`context`), or stages of layers.
 
 With `tensor`, each rank has a piece of the rows between blocks (sequence parallel, Korthikanti et al. 2022): rows are all-gathered before
 the attention and feed-forward blocks, and reduce-scattered after these. Objectives see whole tensors, equal on all ranks."""
@@ -18,16 +18,18 @@ from puna.kernels.dense_layers import Parts
 from puna.kernels.linear import linear
 from puna.models.forest import Forest
 from puna.models.layers import Attend, Block, Embedding, Experts, Linear, MoeMLP
-from puna.models.training.parallel import vocabulary
+from puna.models.training.parallel import collectives, vocabulary
 from puna.models.training.parallel.base import Piece
 from puna.models.training.parallel.collectives import add_gradients, add_parts, exchange_rows, gather_rows, own_rows, scatter_rows
 from puna.models.training.parallel.layout import READERS
 from puna.models.training.parallel.mesh import Mesh, bounds, cut
 from puna.models.training.parallel.vocabulary import Share
-from puna.models.transformer import Decoder, Transformer, forest_attend, softcap
+from puna.models.transformer import Decoder, Transformer, decode, forest_attend, softcap
 
+Rows = tuple[Tensor, Tensor, Attend]  # tokens of a forest whose states a rank computes, their position ids, and their attention
 OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose weights tensor parallelism splits along the outputs (linear layers) or along the vocabulary."""
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", ("lm_head.", "score."), "model.norm."
 INPUTS = ("o_proj", "down_proj")  # modules whose weights tensor parallelism splits along the inputs
 
 
@@ -83,13 +85,21 @@ class CutExperts(Experts):
 
 
 class CutTransformer(Transformer):
-    """This rank's piece of a model, with the methods that objectives call."""
+    """This rank's piece of a model, with the methods that objectives call.
+
+    stages: this rank's ranges of layers; without pipeline stages, one range of all layers. Before the first layer comes the embedding,
+    after the last layer the norm and the head. given: the last stage's input; an objective may use it once in a micro-batch."""
 
     def __init__(self, whole: Transformer, mesh: Mesh) -> None:
         with torch.device("meta"):
             super().__init__(whole.config, whole.head)
         self.model = without_values(whole.model)
         self.mesh, self.tensor = mesh, mesh.group("tensor")
+        layers, count = whole.config.num_hidden_layers, mesh.layout.stages
+        starts = [-(-layers * stage // count) for stage in range(count + 1)]
+        self.stages = [range(*starts[stage : stage + 2]) for stage in range(mesh.at["pipeline"], count, mesh.size("pipeline"))]
+        self.first = self.stages[0].start
+        self.given: Tensor | None = None
         tokens, p = whole.config.vocab_size, mesh.size("tensor")
         self.share = Share(bounds(tokens, p, mesh.at["tensor"])[0], cut(tokens, p), self.tensor, whole.config.final_logit_softcapping)
         if self.tensor is not None:
@@ -99,6 +109,22 @@ class CutTransformer(Transformer):
             for block in self.model.layers:
                 assert isinstance(block, Block) and isinstance(block.mlp, MoeMLP)
                 block.mlp.experts = CutExperts(block.mlp.experts, experts)
+
+    @property
+    def is_tied(self) -> bool:
+        return self.head == "lm" and self.config.tie_word_embeddings
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return nn.ModuleList(self.model.layers[layer] for stage in self.stages for layer in stage)
+
+    def has(self, name: str) -> bool:
+        """True if this rank's stages need the weight `name`. The embedding is also a tied output layer."""
+        if name == EMBEDDING:
+            return self.first == 0 or (self.is_tied and self.mesh.is_last_stage)
+        if name.startswith((*HEAD, NORM)):
+            return self.mesh.is_last_stage
+        return any(int(name.split(".")[2]) in stage for stage in self.stages)
 
     def _cut_matrices(self, decoder: Decoder) -> None:
         with torch.device("meta"):
@@ -132,33 +158,57 @@ class CutTransformer(Transformer):
         return self.config.num_key_value_heads // self.mesh.size("tensor")
 
     def embed(self, tokens: Tensor) -> Tensor:
+        if (inputs := self._take()) is not None:
+            return inputs
         embedding = self.model.embed_tokens
         return add_parts(embedding.part(tokens), self.tensor) if isinstance(embedding, VocabularyEmbedding) else embedding(tokens)
 
     def decode(self, x_ND: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        y_ND = self.model(own_rows(x_ND, self.tensor), positions, attend)
-        return gather_rows(y_ND, len(positions), self.tensor, partial=False)
+        return gather_rows(self._run(own_rows(x_ND, self.tensor), positions, attend, -1), len(positions), self.tensor, partial=False)
+
+    def _take(self) -> Tensor | None:
+        inputs, self.given = self.given, None
+        return inputs
+
+    def _run(self, x_nD: Tensor, positions: Tensor, attend: Attend, number: int) -> Tensor:
+        stage = self.stages[number]
+        norm = self.model.norm if stage.stop == self.config.num_hidden_layers else nn.Identity()
+        layers = self.model.running(self.model.layers[layer] for layer in stage)
+        y_nD, balance = decode(layers, norm, self.config, x_nD, positions, attend)
+        if torch.is_grad_enabled():
+            self.model.balance = balance
+        return y_nD
+
+    def rows(self, forest: Forest) -> Rows:
+        return forest.tokens, forest.positions, forest_attend(self.config, forest.mask)
+
+    def through(self, rows: Rows, x_nD: Tensor | None, number: int) -> Tensor:
+        """Return the output of this rank's stage `number` for its input, the states between blocks; None: embed the tokens."""
+        return self._run(self.model.embed_tokens(rows[0]) if x_nD is None else x_nD, *rows[1:], number)
+
+    def final(self, rows: Rows) -> Tensor:
+        """Return the final hidden states of the rows."""
+        return gather_rows(self.through(rows, self._take(), -1), len(rows[0]), self.tensor, partial=False)
 
     def hidden(self, forest: Forest) -> Tensor:
-        x_TD = self.model(self.model.embed_tokens(forest.tokens), forest.positions, self._attend(forest))
-        return self._own(gather_rows(x_TD, len(forest), self.tensor, partial=False))
+        return self._own(self.final(self.rows(forest)))
 
     def scalar(self, hidden_ND: Tensor) -> Tensor:
-        return self._own(super().scalar(hidden_ND))
+        return self._own(linear(hidden_ND, self._shared(self.score.weight))[:, 0])
 
     def _own(self, values: Tensor) -> Tensor:
         """Return `values`, cloned if FSDP2 is used (`shard`): it warns that a view changed in place would lose its hook."""
         return values.clone() if self.mesh.size("shard") > 1 else values
 
-    def _attend(self, forest: Forest) -> Attend:
-        return forest_attend(self.config, forest.mask)
+    def _shared(self, weight: Tensor) -> Tensor:
+        """Return a weight whose gradient all ranks of `context` compute alike; these are added up later, so each is scaled down."""
+        return collectives.scale_gradient(weight, 1 / self.mesh.size("context"))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         if self.tensor is None:
-            return super().logits(hidden_ND)
-        logits_VN = self.lm_head(add_gradients(hidden_ND, self.tensor)).T
-        short = self.share.most - len(logits_VN)
-        padded_VN = nn.functional.pad(logits_VN, (0, 0, 0, short))
+            return softcap(linear(hidden_ND, self._shared(self.lm_head.weight)), self.config.final_logit_softcapping)
+        logits_VN = linear(add_gradients(hidden_ND, self.tensor), self._shared(self.lm_head.weight)).T
+        padded_VN = nn.functional.pad(logits_VN, (0, 0, 0, self.share.most - len(logits_VN)))
         logits_NV = gather_rows(padded_VN, self.config.vocab_size, self.tensor, partial=False).T.contiguous()
         return softcap(logits_NV, self.config.final_logit_softcapping)
 
@@ -171,7 +221,7 @@ class CutTransformer(Transformer):
         if self.tensor is None:
             return super().normalizers(forest, positions, targets)
         hidden_ND = self.hidden(forest)[positions]
-        return torch.stack(vocabulary.token_logprobs(hidden_ND, self.lm_head.weight, targets, 1.0, self.share)[::2])
+        return torch.stack(vocabulary.token_logprobs(hidden_ND, self._shared(self.lm_head.weight), targets, 1.0, self.share)[::2])
 
     def _cross_entropy(self, hidden_ND: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         if self.tensor is None:
@@ -180,25 +230,33 @@ class CutTransformer(Transformer):
 
 
 def piece_of(name: str, weight: Tensor, mesh: Mesh) -> Piece:
-    """Return this rank's piece of a weight, split along the axis `tensor` or `expert`, or else whole."""
-    p, at = mesh.size("tensor"), mesh.at["tensor"]
+    """Return this rank's piece of a weight, split along the axis `tensor` or `expert`, or else whole; stages have different weights."""
+    p, at, stages = mesh.size("tensor"), mesh.at["tensor"], frozenset({"pipeline"} & mesh.layout.axes)
     # Ranks along `context` compute different rows of a micro-batch, so each computes a part of the gradient.
-    whole = Piece.of(weight, sums=frozenset({*READERS, "context"}))
+    whole = Piece.of(weight, cut=stages, sums=frozenset({*READERS, "context"}))
     module, kind = name.replace(".base_layer.", ".").split(".")[-2:]
     if ".lora_" in name:  # as PEFT names matrices A and B: MODULE.lora_A.default.weight
         module, kind = name.split(".")[-4:-2]
     if module == "experts":
         experts = bounds(len(weight), mesh.size("expert"), mesh.at["expert"])
-        return replace(whole, box=(experts, *whole.box[1:]), cut=frozenset({"expert"}), sums=whole.sums - {"expert"})
+        return replace(whole, box=(experts, *whole.box[1:]), cut=stages | {"expert"}, sums=whole.sums - {"expert"})
     if p == 1 or module == "score":
         return whole
     if (module in OUTPUTS and kind != "lora_A") or (module in INPUTS and kind in ("weight", "lora_A")):
         axis = 0 if module in OUTPUTS else 1
         box = tuple(bounds(size, p, at) if i == axis else (0, size) for i, size in enumerate(weight.shape))
-        return Piece(tuple(weight.shape), box, cut=frozenset({"tensor"}))
+        return replace(whole, box=box, cut=stages | {"tensor"})
     # Norms, and biases and matrices B after a reduce-scatter, see a piece of the rows; norms of heads see a piece of the heads, and the
     # other matrices A a piece of their outputs' gradients.
-    return Piece.of(weight, sums=frozenset({*READERS, "tensor"}))
+    return replace(whole, sums=whole.sums | {"tensor"})
+
+
+def sharded(piece: Piece, mesh: Mesh) -> Piece:
+    """Return a piece's rows that a rank of `shard` has, as a piece. What shards weights also sums their gradients over this axis."""
+    start, stop = piece.box[0]
+    first, last = bounds(stop - start, mesh.size("shard"), mesh.at["shard"])
+    box = ((start + first, start + last), *piece.box[1:])
+    return replace(piece, box=box, cut=piece.cut | {"shard"}, sums=piece.sums - {"shard"})
 
 
 def without_values(module: nn.Module) -> Any:

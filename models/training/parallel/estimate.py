@@ -16,7 +16,7 @@ from puna.models.config import ModelConfig
 from puna.models.parameters import parameters
 from puna.models.training.parallel.layout import AXES, BUCKET, PROVED, Layout
 
-REACHED = 0.71  # factor on a device's rates for inefficiencies that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100
+REACHED = 0.735  # factor on a device's rates for inefficiencies that are not modelled, fitted to the 43 % MFU of Llama 3 405B on 8,192 H100
 HIDDEN = 0.9  # share of the computing time (0 to 1) that can overlap with the gathering of sharded weights
 FULL = 0.9  # maximum share of a device's memory that a layout may fill
 NODE = 8  # number of devices in a machine; fast links connect them
@@ -93,9 +93,10 @@ def estimate(config: ModelConfig, work: Work, layout: Layout, sheet: DataSheet, 
     transfers = _transfers(config, work, layout, sheet, tokens) * share
     counts = parameters(config)
     held = (counts.total - counts.experts * (1 - 1 / layout.expert)) / (layout.tensor * stages)
-    # Pipeline stages keep their weights gathered for a step; otherwise each micro-batch gathers weights twice and scatters gradients once.
-    gathered = 3 * BYTES[work.precision] * held * (1 - 1 / layout.shard) / _speed(layout, "shard", sheet) if layout.shard > 1 else 0.0
-    exposed = max(0.0, gathered * micro - HIDDEN * micro * compute) if stages == 1 else max(0.0, gathered - HIDDEN * micro * compute)
+    moved = held * (1 - 1 / layout.shard) / _speed(layout, "shard", sheet) if layout.shard > 1 else 0.0
+    # Each micro-batch gathers weights twice and scatters gradients once, while it computes. A stage does both once per step, alone.
+    element, hidden = BYTES[work.precision], HIDDEN * micro * compute
+    exposed = max(0.0, 3 * element * moved * micro - hidden) if stages == 1 else (element + 4) * moved
     summed = 2 * (1 - 1 / layout.data) * 4 * held / layout.shard / _speed(layout, "data", sheet) if layout.data > 1 else 0.0
     if layout.expert > 1:
         shared = (counts.total - counts.experts) / layout.shard
@@ -148,7 +149,9 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
     kept = element * tokens * config.hidden_size if work.checkpointing else activations  # of a layer, of each micro-batch under way
     rows = kept * layers * min(micro, stages) + activations * work.checkpointing
     needed = state + rows / (layout.tensor * layout.context)
-    if layout.shard > 1:  # two layers' weights, one layer's gradient and its reduce-scatter; twice the weights outside layers
+    if layout.shard > 1 and stages > 1:  # a stage's weights, and their gradients in fp32
+        needed += (element + 4) * held
+    elif layout.shard > 1:  # two layers' weights, one layer's gradient and its reduce-scatter; twice the weights outside layers
         needed += element * (4 * body / layers + 2 * (counts.embedding + counts.head)) / layout.tensor
     if layout.axes <= {"data"}:
         return needed, state

@@ -39,8 +39,8 @@ def join(device: str = "cpu") -> None:
     Raise ValueError if an environment variable is missing, ConnectionError if rank 0 or another rank cannot be reached."""
     if dist.is_initialized():
         return
-    if missing := [name for name in MISSING if name not in os.environ]:
-        raise ValueError(f"this process is not part of a layout: {', '.join(missing)} not set; start it with torchrun, or with --processes")
+    if missing := [name for name in MISSING if not os.environ.get(name)]:
+        raise ValueError(f"this process has no layout: {', '.join(missing)} not set, or empty; start it with torchrun, or with --processes")
     host, port, rank, world = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     first = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -151,9 +151,14 @@ class Mesh:
         return place
 
     @property
+    def is_last_stage(self) -> bool:
+        """True if this rank has the last layers of a model, and so its head."""
+        return self.at["pipeline"] == self.size("pipeline") - 1
+
+    @property
     def counts(self) -> bool:
         """True if this rank's losses and metrics enter the totals; the other ranks compute the same values again, or no loss."""
-        return self.at["context"] == self.at["tensor"] == 0 and self.at["pipeline"] == self.size("pipeline") - 1
+        return self.at["context"] == self.at["tensor"] == 0 and self.is_last_stage
 
     def add(self, values: torch.Tensor, axis: str) -> torch.Tensor:
         """Return `values` summed over the ranks of an axis, in place."""

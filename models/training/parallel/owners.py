@@ -36,8 +36,14 @@ class Owners:
         self._index, self._group, self._weights = mesh.index, mesh.everyone, weights
         cut = {n for rank in self._ranks for n, (box, _) in rank.items() if [s.stop - s.start for s in box[-2:]] != list(shapes[n][-2:])}
         self.names = sorted(cut)
-        costs = [math.prod(shapes[name]) * min(shapes[name][-2:]) for name in self.names]
-        shares = [[self.names[i] for i in share] for share in by_load(costs, held.processes)]
+        holders: dict[tuple[int, ...], list[str]] = {}  # each pipeline stage shares its own matrices
+        for name in self.names:
+            holders.setdefault(tuple(rank for rank, own in enumerate(self._ranks) if name in own), []).append(name)
+        shares = [list[str]() for _ in self._ranks]
+        for some, own_names in holders.items():
+            costs = [math.prod(shapes[name]) * min(shapes[name][-2:]) for name in own_names]
+            for rank, share in zip(some, by_load(costs, len(some)), strict=True):
+                shares[rank] += [own_names[i] for i in share]
         self._waves = list(itertools.zip_longest(*shares, fillvalue=""))
         self._matrices = {name: nn.Parameter(torch.empty(shapes[name], device=held.device)) for name in shares[self._index]}
         self._none = torch.empty(0, device=held.device)
@@ -57,7 +63,7 @@ class Owners:
     @torch.no_grad()
     def step(self, rate: float, factor: Tensor | None = None) -> None:
         """Update all matrices, as `Optimizer.step` does."""
-        own = {name: self._weights[name] for name in self.names}
+        own = {name: self._weights[name] for name in self.names if name in self._weights}
         gradients = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in own.items()}
         for wave in self._waves:
             name, whole, gradient = wave[self._index], self._none, self._none

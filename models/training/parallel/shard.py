@@ -5,7 +5,6 @@ The optimizer works on this rank's rows of each weight, as plain tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from puna.models.training.boxes import own
-from puna.models.training.parallel.base import Compute, Part, Piece, Values
+from puna.models.training.parallel.base import Compute, Part, Values
 from puna.models.training.parallel.context import Cut
-from puna.models.training.parallel.mesh import Mesh, bounds
+from puna.models.training.parallel.cut_model import sharded
+from puna.models.training.parallel.mesh import Mesh
 from puna.models.transformer import Transformer
 
 METHODS = ("hidden", "scalar", "logits", "token_logprobs", "normalizers", "cross_entropy")
@@ -26,10 +26,11 @@ METHODS = ("hidden", "scalar", "logits", "token_logprobs", "normalizers", "cross
 class Sharded(Cut):
     """A `Transformer` whose weights are sharded over ranks by rows: the layout `shard`."""
 
+    rounds = True
+
     def __init__(self, whole: Transformer, mesh: Mesh, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(whole, mesh, device, dtype)
         model = self.model
-        assert isinstance(model, Transformer)
         ranks = DeviceMesh.from_group(mesh.group("shard"), self.device.type)
         # Shards stay in fp32: FSDP2 rounds the weights that it gathers, and adds up gradients in fp32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -43,7 +44,7 @@ class Sharded(Cut):
             if isinstance(module, FSDPModule):  # settings of the root do not reach its layers
                 module.set_gradient_divide_factor(1)
                 module.set_force_sum_reduction_for_comms(True)
-        self.pieces = {name: _rows(piece, mesh) for name, piece in self.pieces.items()}
+        self.pieces = {name: sharded(piece, mesh) for name, piece in self.pieces.items()}
         model.to_empty(device=self.device)
         if model.head == "lm" and model.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
@@ -77,10 +78,3 @@ def _local(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.to_local()
     return local
 
-
-def _rows(piece: Piece, mesh: Mesh) -> Piece:
-    """Return the rows of a piece that FSDP2 gives this rank, as a piece. FSDP2 also sums gradients over the axis `shard`."""
-    start, stop = piece.box[0]
-    first, last = bounds(stop - start, mesh.size("shard"), mesh.at["shard"])
-    box = ((start + first, start + last), *piece.box[1:])
-    return replace(piece, box=box, cut=piece.cut | {"shard"}, sums=piece.sums - {"shard"})

@@ -29,10 +29,10 @@ class Wave(Engine):
     """An engine that computes one stage of the steps of one wave of prompts."""
 
     def __init__(self, held: Pipelined, tokenizer: Tokenizer | None, *limits: Any) -> None:
-        self._mesh, self._stage, self._part = held.mesh, held.mesh.at["pipeline"], held.held
+        self._mesh, self._stage, self._part = held.mesh, held.mesh.at["pipeline"], held.model
         self._last = held.mesh.size("pipeline") - 1
         self._sent: list[tuple[Any, Tensor]] = []
-        super().__init__(held.held, tokenizer, *limits)
+        super().__init__(held.model, tokenizer, *limits)
 
     def _compute(self, work: Sequence[Answer]) -> Tensor:
         while self._sent:
@@ -90,10 +90,10 @@ class StagedEngine(Wave):
     ) -> None:  # fmt: skip
         if held.mesh.layout.virtual_stages > 1:
             raise ValueError(f"the layout {held.mesh.layout}: generation runs one stage per process; leave virtual_stages out")
-        stages, layers = held.mesh.size("pipeline"), held.held.config.num_hidden_layers
+        stages, layers = held.mesh.size("pipeline"), held.model.config.num_hidden_layers
         room = generation_room(held.device, sequences, step_tokens, memory)
         # The same number of pages on each stage, whatever its number of layers.
-        own = room.memory // stages * len(held.held.blocks) // cut(layers, stages)
+        own = room.memory // stages * len(held.model.blocks) // cut(layers, stages)
         limits = cut(room.sequences, stages), room.step_tokens, own, exact
         super().__init__(held, tokenizer, *limits)
         self._waves = [self, *(Wave(held, tokenizer, *limits) for _ in range(stages - 1))]

@@ -25,14 +25,14 @@ NOISE = np.array(VOCABULARY.encode(" ".join(WORDS)), dtype=np.int64)
 PASSAGE = NeedleSettings(passage=" the {key} is {value}.", key_words=("cat", "dog", "owl"), value_words=("one", "two", "six"), pairs=2, trials=8)
 
 
-class Copies:
+class Copies(torch.nn.Module):
     """A model that predicts the token that followed the longest match, within the last `window` tokens, of the latest tokens."""
 
-    def __init__(self, window: int = 10**9) -> None:
-        self.window = window
+    held = None
 
-    def parameters(self):
-        return iter([torch.zeros(1)])
+    def __init__(self, window: int = 10**9) -> None:
+        super().__init__()
+        self.window, self.weight = window, torch.nn.Parameter(torch.zeros(1))
 
     def hidden(self, forest):
         ids, starts = forest.tokens.tolist(), forest.positions.tolist()
