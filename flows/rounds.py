@@ -149,8 +149,7 @@ def controls(
     `_equal` returns the arms that replace the training after DPO at an equal budget. `ablations` adds arms with a smaller budget. SFT arms
     make as many updates as the round (updates set in epochs do not count). They learn from demonstrations alone or with other answers:
     chosen ones, synthetic ones, or one more answer per prompt for each way to pick it. `dpo_instead` in the recipe adds an arm with DPO in
-    place of RL, with `sample_instead` also on pairs of the SFT model's answers, and an SFT arm on their verified answers. One arm ends
-    after DPO."""
+    place of RL, with `sample_instead` also on pairs of the SFT model's answers, and an SFT arm on verified ones. One ends after DPO."""
     made, start, gold = after.made, before.start or before.policy, list(before.instructions)
     updates = replace_field("more_steps", _last_updates())
     base = [*gold, made["chosen"]] if made["chosen"] else gold

@@ -154,8 +154,7 @@ class Artifact:
         size or checksum; rows kept by reference whose artifact is gone, damaged or changed. `read`: verify checksums only of files whose
         names begin with one of these prefixes (NAME.parquet also stands for NAME/); empty: of all files. `quick`: skip the checksum of a
         file whose version (`Stat`) is that of its last verification. This still detects changed, truncated, replaced or removed files; only
-        a full check detects bit rot. `own`: skip the artifacts whose rows this artifact keeps by reference. `seen`: folders already
-        checked."""
+        a full check detects bit rot. `own`: skip the artifacts whose rows this artifact keeps by reference. `seen`: checked folders."""
         try:
             manifest = self.manifest
             damage = [f"manifest.json was changed: {what}" for what in manifest.contradictions()]

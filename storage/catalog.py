@@ -175,8 +175,7 @@ def query(store: Store, text: str) -> pa.Table:
 
 
 def run(opened: Catalog, text: str, rows: int | None = None) -> pa.Table:
-    """Return the result of one read-only SQL statement, at most `rows` rows (None: all). A repeated column name `n` becomes `n_1`,
-    `n_2`, …"""
+    """Return the result of one read-only SQL statement, at most `rows` rows (None: all). A repeated column name `n` becomes `n_1`, …"""
     with _named_errors():
         relation = opened.sql(text)
         if relation is not None and rows is not None:

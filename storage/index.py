@@ -47,8 +47,7 @@ def entries(files: Files) -> list[Entry]:
 
 
 def entry(artifact: Artifact, version: str) -> Entry:
-    """Return the summary of a manifest; `sound`: the manifest is consistent and belongs to the artifact. Raise PunaError if it cannot be
-    read."""
+    """Return the summary of a manifest; `sound`: the manifest is consistent and belongs to the artifact. Raise PunaError if unreadable."""
     m = artifact.manifest
     tables = {
         name: {"files": [s.file for s in table.shards if s.file], "sources": len(table.sources), "rows": table.rows}

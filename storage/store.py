@@ -82,8 +82,7 @@ class Store:
 
     @classmethod
     def open(cls, uri: str | Path, project: str | None = None) -> Store:
-        """Return the store at a path, `file://` or `s3://` URI, within a project; create missing folders. Raise PunaError if it cannot be
-        used."""
+        """Return the store at a path, `file://` or `s3://` URI, within a project; create missing folders. Raise PunaError if unusable."""
         return cls(files_of(uri), project)
 
     @classmethod
@@ -130,8 +129,7 @@ class Store:
         return [Artifact(one["kind"], one["key"], self.files) for one in self.entries(project) if kind in (None, one["kind"])]
 
     def resolve(self, name: str) -> Artifact:
-        """Return the only artifact with this name (`kind/prefix`, key prefix, or alias `name@version`). Raise PunaError unless exactly
-        one fits."""
+        """Return the only artifact with this name (`kind/prefix`, key prefix, or alias `name@version`). Raise PunaError unless one fits."""
         if "@" in name:
             return self.alias(name)
         kind, _, prefix = name.rpartition("/")

@@ -263,8 +263,7 @@ def near(
     most: Annotated[int, typer.Option(min=1, help="Maximum number of documents to show")] = 10, store: StoreOption = DEFAULT_STORE,
     project: ProjectOption = None, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """List the documents that resemble a text. Their common word n-grams are shown as a share of the union, of the text's and of the
-    document's."""
+    """List the documents that resemble a text. Common word n-grams are shown as a share of the union, the text's and the document's."""
     from puna.stages.curate.minhash.index import describe, resembling
 
     opened = Store.existing(store, project)

@@ -20,7 +20,6 @@ from puna.models.memory import Work
 from puna.models.serving import ServingSettings, Weights, guesses
 from puna.stages.contract import parse
 from puna.stages.conversations import as_text
-from puna.stages.retrieve import passages as retrieved
 from puna.stages.search import SearchConfig, Values
 from puna.stages.search import search as searched
 from puna.stages.verifiers.base import BoundedVerifier, Item, Question, attempt
@@ -135,8 +134,6 @@ def generate(
     schema: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON schema of each answer", exists=True, dir_okay=False)] = None,
     search: Annotated[str | None, typer.Option(metavar="METHOD", help="Choose one of --n answers: best or majority")] = None,
     verifier: Annotated[str | None, typer.Option(metavar="JSON", help='Verifier for best: {"name": "json_schema", …}')] = None,
-    documents: Annotated[str | None, typer.Option(metavar="ID", help="Documents whose matching passages precede each prompt")] = None,
-    passages: Annotated[int | None, typer.Option(min=1, help="Passages per prompt, of up to 150 words each (default: 3)")] = None,
     draft: DraftOption = None, draft_weights: DraftWeightsOption = "same", serving: ServingSettings = SERVING,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per answer: text, tokens, logprobs, finished, cost")] = False,
@@ -147,13 +144,10 @@ def generate(
     requests = requests or [_parse_prompt(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
     if not requests:
         raise PunaError("there is no prompt: give one as an argument, or a line of standard input for each")
-    if passages is not None and documents is None:
-        raise PunaError("--passages: name the documents that the passages come from, with --documents")
     searching = _searching(search, n, verifier, temperature)
-    inputs = requests if documents is None else _with_passages(requests, documents, passages or 3, Store.existing(store, project))
 
     def work(tokenizer: Tokenizer, context: int) -> Work:
-        return Work(max(len(ids) for ids in _ids(tokenizer, inputs, raw)), max_tokens, len(inputs) * n)
+        return Work(max(len(ids) for ids in _ids(tokenizer, requests, raw)), max_tokens, len(requests) * n)
 
     engine = load_engine(model, partial(Store.existing, store, project), serving, draft, work, draft_weights)
     mask = None if schema is None else _mask(engine, schema)
@@ -163,7 +157,7 @@ def generate(
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     with errors_at("", ValueError):
-        ids = _ids(tokenizer, inputs, raw)
+        ids = _ids(tokenizer, requests, raw)
         longest = max(map(len, ids))
         if engine.room(longest, max_tokens) < max_tokens:
             context = engine.model.config.max_position_embeddings
@@ -235,21 +229,6 @@ def _values(config: SearchConfig, requests: list[Any]) -> Values | None:
     for question in questions:
         verifier.check(question)
     return lambda answers: [attempt(Item(verifier, questions[number], text)).value for number, text in answers]
-
-
-def _with_passages(requests: list[Any], name: str, most: int, store: Store) -> list[Any]:
-    """Return the prompts as messages. Up to `most` matching passages of the documents precede the text of each prompt's last message."""
-    artifact = store.check(store.resolve(name))
-    if artifact.kind != "documents":
-        raise PunaError(f"{artifact.id} holds {artifact.kind}, not documents; `puna list documents` lists them")
-    conversations = [_messages(one) for one in requests]
-    passages = retrieved([str(messages[-1].get("content") or "") for messages in conversations], artifact, most)
-    behind = []
-    for messages, row in zip(conversations, passages, strict=True):
-        texts = "\n\n".join(f"[{i}] {passage.text}" for i, passage in enumerate(row, 1))
-        last = {**messages[-1], "content": f"{texts}\n\n{messages[-1].get('content')}"} if row else messages[-1]
-        behind.append([*messages[:-1], last])
-    return behind
 
 
 def _mask(engine: Engine, file: Path) -> Mask:

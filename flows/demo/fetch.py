@@ -70,8 +70,7 @@ def lock(folder: Path) -> Iterator[None]:
 def fetch(package: Package, cache: Path, received: Received) -> Path:
     """Return the verified file of a package, from the cache or from the first index or folder that provides it.
 
-    `received` is called with the number of bytes downloaded so far. Raise PunaError if no index or folder provides the pinned file.
-    """
+    `received` is called with the number of bytes downloaded so far. Raise PunaError if no index or folder has the pinned file."""
     import httpx
 
     path, failures = cached_path(cache, package), []

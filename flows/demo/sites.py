@@ -36,8 +36,7 @@ def source_code(members: list[Member], site: str) -> Iterator[Page]:
 def saved_pages(members: list[Member], folder: str) -> Iterator[Page]:
     """Yield the web pages that a package keeps as test data, with their original URLs.
 
-    The URL comes from the package's tests, else from the page itself, else from the file's name, which starts with the host.
-    """
+    The URL comes from the package's tests, else from the page, else from the file's name, which starts with the host."""
     addresses = _test_addresses(members)
     for member in members:
         name = PurePosixPath(member.path).name

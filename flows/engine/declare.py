@@ -154,8 +154,7 @@ FLOWS: dict[str, Flow] = {}
 
 
 def flow(function: Callable[..., Any]) -> Flow:
-    """Turn a function that calls `step` into a flow. Its parameters must be outputs, annotated like a stage's inputs; else raise
-    TypeError."""
+    """Turn a function that calls `step` into a flow. Its parameters must be outputs, annotated like a stage's inputs (TypeError)."""
     name, doc = function.__name__, inspect.getdoc(function)
     if not doc:
         raise TypeError(f"flow {name}: needs a docstring")

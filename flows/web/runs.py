@@ -143,8 +143,7 @@ def runs_view(logs: list[RunLog]) -> Html:
 
 
 async def _events(store: Store, request: Request, name: str | None, since: str) -> AsyncIterator[str]:
-    """Yield an event every `LOOKED_SECONDS` if the named run (None: one of the newest) has changed, else a comment. `since`: last
-    digest."""
+    """Yield an event every `LOOKED_SECONDS` if the named run (None: one of the newest) changed, else a comment. `since`: last digest."""
     while not await request.is_disconnected():
         now = await run_in_threadpool(state_digest, store, name)
         yield f"data: {json.dumps('changed')}\n\n" if now != since else ": still\n\n"

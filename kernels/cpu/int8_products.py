@@ -28,8 +28,7 @@ BYTES = ir.VectorType(llvm.BYTE, STEP)
 
 
 def row_bytes(D: int) -> int:
-    """Return the number of bytes of a quantized row of x: D bytes, padded to a multiple of `STEP`, and a vector with the row's scale in all
-    lanes."""
+    """Return the number of bytes of a quantized row of x: D bytes, padded to a multiple of `STEP`, and a vector of the row's scale."""
     return -(-D // STEP) * STEP + 4 * LANES
 
 

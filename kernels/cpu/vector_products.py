@@ -90,8 +90,7 @@ def _page_scores(width: int, rows: int) -> Any:
 def _page_sums(width: int, rows: int) -> Any:
     """Return an operation: out[m, 0 : 16 width] += sum over pages i < length and rows c < 16 of a[m, 16 i + c] b_i[c, 0 : 16 width].
 
-    A number is one chain of fused multiply-adds in the order of i and c. The page `AHEAD` places further in the table is prefetched
-    meanwhile."""
+    A number is one chain of fused multiply-adds in the order of i and c. The page `AHEAD` places further in the table is prefetched."""
 
     @llvm.operation(types.void, *[types.intp] * 10)
     def values(

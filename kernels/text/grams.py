@@ -108,8 +108,7 @@ def _mix_words(
     codes: NDArray[np.uint32], flags: NDArray[np.uint16], start: NDArray[np.int32], stop: NDArray[np.int32], count: int,
     words: NDArray[np.uint64],
 ) -> int:  # fmt: skip
-    """Write the mixed hashes of the first `count` words, except words that consist only of symbols, to `words`; return the number
-    written."""
+    """Write the mixed hashes of the first `count` words, except words of symbols only, to `words`; return the number written."""
     kept = 0
     for word in range(count):
         value, every = np.uint64(0), np.uint16(SYMBOL)

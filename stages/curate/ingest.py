@@ -187,8 +187,7 @@ def check_inputs(inputs: list[External], config: IngestConfig) -> None:
 
 
 def peek(inputs: list[External], config: IngestConfig, seconds: float) -> tuple[list[Page], float]:
-    """Return sample pages from every input file except streamed data sets, read in about `seconds`, and roughly their share of all
-    bytes."""
+    """Return sample pages from every input file except streamed data sets, read in about `seconds`, and about their share of bytes."""
     jobs = [job for job in _jobs(inputs, config) if job.file is not None]
     pages: list[Page] = []
     read, total = 0.0, sum(job.file.bytes for job in jobs if job.file is not None)

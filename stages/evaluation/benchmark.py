@@ -65,8 +65,7 @@ class BenchmarkConfig(SeededConfig):
 
 @dataclass
 class Result:
-    """Measurements on a task's questions `ids`. `about`: version, content, shots, format. `settings`: the task file's content. `seconds`:
-    CPU time."""
+    """Measurements on a task's questions `ids`. `about`: version, content, shots, format. `settings`: task file. `seconds`: CPU time."""
 
     name: str
     about: dict[str, Any]
@@ -301,8 +300,7 @@ class Bench:
     def _verify(
         self, task: Task, texts: Sequence[Sequence[str]], finished: Sequence[Sequence[bool]]
     ) -> tuple[list[list[float]], list[list[str]]]:
-        """Return the verifier's score and detail of each answer. Truncated answers score 0, and so do unscored ones, which a metric
-        counts."""
+        """Return the verifier's score and detail of each answer. Truncated answers score 0, and so do unscored ones, which are counted."""
         pairs = [(row, text) for row, several in zip(task.prompt_rows(), texts, strict=True) for text in several]
         flat = iter(self.scorers[task.name].scores(pairs))
         scores = [[next(flat) for _ in several] for several in texts]

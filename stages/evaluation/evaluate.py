@@ -253,8 +253,7 @@ def _answers(
     prompts: Artifact, judges: Sequence[Artifact], engine: AnswerEngine, tokenizer: Tokenizer, context: int, config: EvaluateConfig,
     run: StageRun, alone: bool,
 ) -> None:  # fmt: skip
-    """Write answers and scores; none if no prompt fits the context. `alone`: raise PunaError in that case, since nothing else is
-    evaluated."""
+    """Write answers and scores; none if no prompt fits the context. `alone`: raise PunaError in that case: nothing else is evaluated."""
     from puna.models.generation import SamplingParams
 
     own = config.answers

@@ -83,8 +83,7 @@ def dated_gap(evaluation: Evaluation, prompts: Prompts, config: StageConfig, run
 
     A model that memorized older questions solves more of them than of new ones. The rows have, for each task scored in the newest and in
     older months, and for `all` of these, the shares solved (`newest`, `older`) and `gap`, older minus newest. The gap over `all` is the
-    mean of the tasks' gaps, with Student's interval. The metric `by_heart` is true if this interval and that of all questions lie above
-    0."""
+    mean of the tasks' gaps, with Student's interval. The metric `by_heart` is true if it and that of all questions lie above 0."""
     scores = {row["id"]: is_correct(row["value"]) for row in evaluation.read("scores").to_pylist() if row["name"] == "score"}
     shares: dict[str, dict[str, list[bool]]] = {}
     for row in prompts.read(columns=["id", "task"]).to_pylist():

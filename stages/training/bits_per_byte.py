@@ -26,8 +26,7 @@ class Window(NamedTuple):
 def windows(length: int, context: int) -> list[Window]:
     """Return windows of at most `context` tokens (2 or more, else ValueError) over a document of `length` tokens.
 
-    Every token except the first is scored once. From the second window on, a scored token has at least context // 2 tokens before it in its
-    window."""
+    Every token except the first is scored once. From the second window on, at least context // 2 tokens of the window precede it."""
     if context < 2:
         raise ValueError(f"context must be at least 2 tokens, not {context}")
     results, first = [], 1

@@ -1,10 +1,8 @@
 """`puna chat` and `puna generate`, with a model from a folder."""
 
 import json
-from datetime import UTC, datetime
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 import typer
 from pydantic import Field
@@ -20,7 +18,7 @@ from puna.models.generation import Engine, SamplingParams
 from puna.models.serving import ServingSettings
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.transformer import Transformer
-from puna.storage import PunaError, Store
+from puna.storage import PunaError
 
 TOKENIZER = Tokenizer.train(["to be or not to be, that is the question"], 280)
 SHAPE = ModelConfig(vocab_size=TOKENIZER.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.3)
@@ -169,18 +167,6 @@ def test_generate_searches_for_an_answer_and_tells_its_cost(folder):
 def test_searches_that_cannot_be_are_refused(folder, options, message):
     with pytest.raises(PunaError, match=message):
         CliRunner().invoke(app, ["generate", folder, "to be", *options], catch_exceptions=False)
-
-
-def test_generate_puts_passages_of_the_stores_documents_before_a_prompt(folder, tmp_path):
-    texts = ["a question of whales", "to be is to do", "nothing of it"]
-    where = str(tmp_path / "store")
-    rows = [{"id": f"{i}", "url": f"https://x.org/{i}", "fetched_at": datetime(2024, 1, 1, tzinfo=UTC), "source": "web", "title": None, "text": text} for i, text in enumerate(texts)]
-    made = Store.open(where).import_table("documents", pa.Table.from_pylist(rows))
-    options = ["--max-tokens", "6", "--temperature", "0", "--json"]
-    (row,) = [json.loads(line) for line in puna("generate", folder, "to be", *options, "--documents", made.id, "--passages", "1", "--store", where).splitlines()]
-    (expected,) = answers([{"role": "user", "content": "[1] to be is to do\n\nto be"}], temperature=0, max_tokens=6)
-    (bare,) = [json.loads(line) for line in puna("generate", folder, "to be", *options).splitlines()]
-    assert row["text"] == expected and row["prompt"] == "to be" and row["read"] > bare["read"]
 
 
 def test_weights_in_8_bits_and_a_draft_are_a_matter_of_options(folder, tmp_path):

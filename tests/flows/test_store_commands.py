@@ -366,7 +366,6 @@ def test_a_number_that_json_lacks_is_null(monkeypatch: pytest.MonkeyPatch) -> No
         (("sql", "select 1", "-o", "rows.csv", "--json"), "--json prints rows"),
         (("sql", "--file", "--json"), "--json prints rows"),
         (("list", "pages", "--runs"), "runs have no kind"),
-        (("generate", "model@latest", "a prompt", "--passages", "2"), "--passages: name the documents"),
         (("plan", "ingest", "--gpus", "2"), "--gpus 2: only pretraining and the stage sample are planned for GPUs, and ingest is neither"),
     ],
 )

@@ -80,8 +80,7 @@ class Layout(Settings):
         return f"no test proves the layout {self} equal to one process; {able}"
 
     def repeated(self, processes: int) -> Layout:
-        """Return this layout with `data` multiplied so that it fills `processes` processes; unchanged unless `processes` is a multiple of
-        its size."""
+        """Return this layout with `data` multiplied to fill `processes` processes; unchanged unless its size divides `processes`."""
         times, rest = divmod(processes, self.processes)
         return self if rest else self.model_copy(update={"data": self.data * times})
 

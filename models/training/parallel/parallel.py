@@ -74,8 +74,7 @@ def alone(model: Transformer | Parallel) -> Parallel:
 
 
 def in_pieces(model: Transformer, layout: Layout, device: torch.device, precision: Precision) -> Transformer:
-    """Return the model. If the layout divides it, the model then holds only this rank's pieces, on `device`, to be trained in
-    `precision`."""
+    """Return the model. If the layout divides it, it then holds only this rank's pieces, on `device`, to be trained in `precision`."""
     if layout.parts(model.config) is not None:
         parallel(model, layout, device=device, precision=precision).release()
     return model

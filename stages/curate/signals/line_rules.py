@@ -1,7 +1,6 @@
 """Compiled signals of lines: the rules of C4 and FineWeb, n-grams seen earlier, legal phrases and notices.
 
-C4's rules (Raffel et al. 2020, arXiv 1910.10683) and FineWeb's (2406.17557) are as in datatrove; sentences are as in spaCy's
-sentencizer."""
+C4's rules (Raffel et al. 2020, arXiv 1910.10683) and FineWeb's (2406.17557) are as in datatrove, sentences as in spaCy's sentencizer."""
 
 from __future__ import annotations
 
