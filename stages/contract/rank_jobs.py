@@ -74,8 +74,8 @@ def misfits(stage: Stage, config: StageConfig) -> list[str]:
     for path, layout in layouts(config) if not lines else ():
         if layout.processes > 1 and not stage.ranks:
             lines.append(f"{path} cannot be {layout}: this stage trains in one process")
-        elif layout.axes and there - apart != layout.processes if apart else there % layout.processes:
-            needed, more = layout.processes + apart, "" if apart else ", or a multiple of that"
+        elif layout.axes and (there % layout.processes if layout.repeats and not apart else there - apart != layout.processes):
+            needed, more = layout.processes + apart, ", or a multiple of that" if layout.repeats and not apart else ""
             lines.append(f"{path} = {layout} needs {needed} processes{more}; {there} run: start with --processes {needed} or torchrun")
     return lines
 

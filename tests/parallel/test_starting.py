@@ -223,6 +223,10 @@ def test_a_layout_is_repeated_over_the_processes_that_run(monkeypatch: pytest.Mo
     check(pretrain, PretrainConfig(compute={"layout": {"shard": 2}}))
     with pytest.raises(PunaError, match=r"compute.layout = shard 3 needs 3 processes, or a multiple of that; 4 run: start with --processes 3 or torchrun"):
         check(pretrain, PretrainConfig(compute={"layout": {"shard": 3}}))
+    monkeypatch.setenv("WORLD_SIZE", "16")  # twice three axes would be four
+    check(pretrain, PretrainConfig(compute={"layout": {"data": 2, "shard": 2, "tensor": 2}}))
+    with pytest.raises(PunaError, match=r"compute.layout = pipeline 2 x shard 2 x tensor 2 needs 8 processes; 16 run: start with --processes 8 or torchrun"):
+        check(pretrain, PretrainConfig(compute={"layout": {"pipeline": 2, "shard": 2, "tensor": 2}}))
 
 
 def test_the_status_of_a_failure_is_handed_on_without_a_restart(
