@@ -15,6 +15,10 @@ from torch import Tensor
 
 from puna.models.training.parallel.mesh import cut
 
+# torch 2.13 warns of the older names on each rank; torch 2.10 has only those.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def _sum(x: Tensor, group: Any) -> Tensor:
     x = x.contiguous().clone()
@@ -24,7 +28,7 @@ def _sum(x: Tensor, group: Any) -> Tensor:
 
 def _gather(x: Tensor, rows: int, group: Any) -> Tensor:
     out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    gather_single(out, x.contiguous(), group=group)
     return out[:rows]
 
 
@@ -38,7 +42,7 @@ def _scatter(x: Tensor, group: Any) -> Tensor:
     p = dist.get_world_size(group)
     x = padded(x, p)
     out = x.new_empty(len(x) // p, *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x, group=group)
+    scatter_single(out, x, group=group)
     return out
 
 

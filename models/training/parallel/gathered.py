@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from puna.models.training.parallel.base import no_values
-from puna.models.training.parallel.collectives import padded
+from puna.models.training.parallel.collectives import gather_single, padded, scatter_single
 from puna.models.training.parallel.mesh import buckets, cut
 
 
@@ -39,7 +39,7 @@ class Gathered:
             own = torch.cat([nn.functional.pad(rows, (0, size - len(rows))) for rows, size in zip(flat, sizes, strict=True)])
             own = own.to(self._whole[names[0]].dtype)
             every = own.new_empty(self._ranks * len(own))
-            dist.all_gather_into_tensor(every, own, group=self._group)
+            gather_single(every, own, group=self._group)
             for name, values in zip(names, every.view(self._ranks, -1).split(sizes, 1), strict=True):
                 weight = self._whole[name]
                 weight.data = values.reshape(-1, *weight.shape[1:])[: len(weight)]
@@ -51,7 +51,7 @@ class Gathered:
         for names, sizes in self._buckets(sums) if error is None else ():
             every = torch.cat([padded(sums[name], self._ranks).view(self._ranks, -1) for name in names], 1)
             own = every.new_empty(every.shape[1])
-            dist.reduce_scatter_tensor(own, every.flatten(), group=self._group)
+            scatter_single(own, every.flatten(), group=self._group)
             for name, values in zip(names, own.split(sizes), strict=True):
                 rows = self._rows[name]
                 rows.grad = values.view(-1, *rows.shape[1:])[: len(rows)]

@@ -79,11 +79,6 @@ class Layout(Settings):
         able = f"proved are up to three of {', '.join(DENSE)}, or of {', '.join(READERS)}"
         return f"no test proves the layout {self} equal to one process; {able}"
 
-    @property
-    def repeats(self) -> bool:
-        """True if more copies (`data`) of this layout are proved, too; of three other axes they are not."""
-        return self.axes | {"data"} in PROVED
-
     def repeated(self, processes: int) -> Layout:
         """Return this layout with `data` multiplied to fill `processes` processes; unchanged unless its size divides `processes`."""
         times, rest = divmod(processes, self.processes)
