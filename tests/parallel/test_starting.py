@@ -109,7 +109,7 @@ def work():
 def agent(port):
     if (pid := os.fork()):
         return pid
-    configs = {"keep_alive_interval": 1, "join_timeout": 100}
+    configs = {"keep_alive_interval": 3, "join_timeout": 100}  # time for a rank to say why it fails
     config = LaunchConfig(2, 2, 1, run_id="puna", rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", start_method="fork", monitor_interval=0.1,
                           rdzv_configs=configs)
     try:
