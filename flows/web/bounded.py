@@ -1,7 +1,6 @@
 """Child processes that answer the pages' questions (SQL statements, plans, form checks) within limits of time, memory and length.
 
-A child reads each question as a line of JSON and writes the answer as a line of JSON. A child without a question for `IDLE_SECONDS` ends.
-"""
+A child reads each question as a line of JSON and writes the answer as a line of JSON. It ends after `IDLE_SECONDS` without a question."""
 
 from __future__ import annotations
 

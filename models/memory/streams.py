@@ -1,8 +1,7 @@
 """Reading of a checkpoint's tensors from disk, layer by layer and ahead of use, into buffers.
 
 Reads bypass the page cache if the file system has O_DIRECT: this is several times faster than the page faults of a memory map, and takes no
-memory beyond the buffers. Pages already cached are copied (RWF_NOWAIT). Without O_DIRECT, pages are dropped from the cache after reading.
-"""
+memory beyond the buffers. Cached pages are copied (RWF_NOWAIT). Without O_DIRECT, pages are dropped from the cache after reading."""
 
 from __future__ import annotations
 

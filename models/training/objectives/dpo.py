@@ -110,8 +110,7 @@ def answer_nll(
     """Return the negative log-likelihood of the chosen answers, masked tokens included: a scalar in nats.
 
     logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: the sum of the answers' means per token, divided by `answers`,
-    the step's number of chosen answers; ``tokens``: the sum over all their tokens, divided by `tokens`, the step's number of such tokens.
-    """
+    the step's number of chosen answers; ``tokens``: the sum over all their tokens, divided by `tokens`, the step's number of these."""
     sums = sum_segments(logprobs, targets.lengths)[chosen]
     if normalization == "tokens":
         return divide(-sums.sum(), tokens)

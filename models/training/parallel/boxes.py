@@ -55,8 +55,7 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint. `into`: see `read`.
 
-    Each rank verifies a share of the files, and reads boxes from any file. Raise ValueError on all ranks if a file is damaged or missing.
-    """
+    Each rank verifies a share of the files and reads boxes from any. Raise ValueError on all ranks if a file is damaged or missing."""
     paths = newest_first(folder)
     if (name := mesh.gather_texts(paths[0].name if paths else "-")[0]) == "-":  # a rank's view of a shared folder may be outdated
         return None
