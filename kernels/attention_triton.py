@@ -243,7 +243,7 @@ def _argument(x: Tensor, rows: int, descriptors: bool) -> Any:
 
 
 def tile_config(kernel: str, q_THK: Tensor, V: int, window: int) -> Configuration:
-    """Return the kernel's configuration. TF32 heads need as much memory as 16-bit heads of twice the width, so they use its entry."""
+    """Return the kernel's configuration. TF32 heads need the memory of 16-bit heads of twice the width, so they use that width's entry."""
     full, width = in_full(q_THK), max(q_THK.shape[2], V)
     return configuration(kernel, capability(q_THK.device), width if full else width * max(2, q_THK.itemsize) // 2, window > 0, full)
 

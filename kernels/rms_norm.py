@@ -276,7 +276,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (RMSNorm of the total, total = x + residual) in one pass, both like x. Raise ValueError if residual differs."""
+    """Return (RMSNorm of total, total = x + residual) in one pass, with x's shape and dtype. Raise ValueError if residual's differ."""
     if x_TD.shape != residual_TD.shape or x_TD.dtype != residual_TD.dtype:
         raise ValueError(
             f"x is {x_TD.dtype} {list(x_TD.shape)}, residual {residual_TD.dtype} {list(residual_TD.shape)}: they must be alike"

@@ -192,7 +192,7 @@ class ModelConfig(ModelShape):
         return self
 
     def _layout(self) -> str:
-        """Return `model_type` or, if empty, the first layout that fits the model. Raise ValueError if `model_type` is unknown or unfit."""
+        """Return `model_type` or, if empty, the first layout that fits the model. Raise ValueError if it is unknown or does not fit."""
         has = self.features
         able = [name for name, (must, may) in LAYOUTS.items() if must <= has <= must | may]
         if not self.model_type:

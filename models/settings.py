@@ -65,8 +65,7 @@ def _forget(settings: object, value: Any) -> None:
 
 
 def _over(default: object, value: Any) -> Any:
-    """Return a default group of settings, overridden at every level by the mapping `value`. Return `value` if it or the default is no
-    group."""
+    """Return a default group of settings, overridden at every level by the mapping `value`. Return `value` if either is no group."""
     if not isinstance(default, Settings) or not isinstance(value, Mapping):
         return value
     values = dict(default)

@@ -129,7 +129,7 @@ class Store:
         return [Artifact(one["kind"], one["key"], self.files) for one in self.entries(project) if kind in (None, one["kind"])]
 
     def resolve(self, name: str) -> Artifact:
-        """Return the only artifact with this name (`kind/prefix`, key prefix, or alias `name@version`). Raise PunaError unless one fits."""
+        """Return the artifact of a name (`kind/prefix`, key prefix, or alias `name@version`). Raise PunaError unless exactly one fits."""
         if "@" in name:
             return self.alias(name)
         kind, _, prefix = name.rpartition("/")

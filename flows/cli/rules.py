@@ -172,7 +172,7 @@ def _row(number: int, text: str) -> dict[str, Any]:
 
 
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Apply each rule of a recipe's selections to the pages, alone and after earlier rules. Skip rules of classifiers that it trains."""
+    """Apply each rule of a recipe's selections to the pages, alone and after others. Skip rules of classifiers that the recipe trains."""
     loaded = load(recipe, list(changes), "curate")
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)

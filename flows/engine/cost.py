@@ -218,7 +218,7 @@ def costs(
         if (flops := costs(free, LARGE, 1, given, None, asks)["flops"]) > CPU_FLOPS:
             needed = training.compute.layout.processes
             tried = [costs(planned, LARGE, needed, given, size, asks)]
-            while not (tried[-1]["seconds"] or math.inf) <= LONGEST and needed < MOST_GPUS:
+            while (tried[-1]["seconds"] or math.inf) > LONGEST and needed < MOST_GPUS:
                 needed *= 2
                 tried.append(costs(planned, LARGE, needed, given, size, asks))
             large = min(reversed(tried), key=lambda one: one["seconds"] or math.inf)
@@ -313,7 +313,8 @@ def _own_layout(training: PretrainConfig, config: ModelConfig, phase: Phase, gpu
     if not own.axes:
         return None
     if layout.processes != gpus:
-        raise PunaError(f"pretrain: {path} = {own} does not fit {gpus} GPUs; set --gpus to {own.processes} or a multiple of that")
+        more = " or a multiple of that" if own.repeats else ""
+        raise PunaError(f"pretrain: {path} = {own} does not fit {gpus} GPUs; set --gpus to {own.processes}{more}")
     if why := layout.refusal("cuda", config):
         raise PunaError(f"pretrain: {path} = {own}: {why}")
     if phase.full_rows < layout.readers:

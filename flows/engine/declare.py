@@ -154,7 +154,7 @@ FLOWS: dict[str, Flow] = {}
 
 
 def flow(function: Callable[..., Any]) -> Flow:
-    """Turn a function that calls `step` into a flow. Its parameters must be outputs, annotated like a stage's inputs (TypeError)."""
+    """Turn a function that calls `step` into a flow. Raise TypeError unless its parameters are outputs, annotated like a stage's inputs."""
     name, doc = function.__name__, inspect.getdoc(function)
     if not doc:
         raise TypeError(f"flow {name}: needs a docstring")

@@ -174,7 +174,7 @@ def changes_of(stage: Stage, values: Mapping[str, str]) -> tuple[str, ...]:
 def checked_inputs(
     flow: Flow, recipe: Recipe, texts: Sequence[str], store: Store, *, executor: str = PROCESSES, quiet: bool, planned: bool = False
 ) -> dict[str, Given]:
-    """Return a flow's inputs, parsed from `texts`, checked with the recipe; `planned`: see `flow_inputs`. Raise PunaError: unmet needs."""
+    """Return a flow's inputs from `texts`, checked with the recipe; `planned`: see `flow_inputs`. Raise PunaError with all unmet needs."""
     unmet = trace(flow, recipe).complaints
     if unmet:  # before files are read, which may take a while
         raise PunaError("\n".join(unmet))

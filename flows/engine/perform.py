@@ -44,7 +44,7 @@ class Performer(Walk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def publish(self, name: str, output: Output) -> None:
-        """Point the alias `name` at the output's artifact; do nothing if it has several. If the name is taken, report the new alias."""
+        """Point alias `name` at the output's artifact; do nothing if it has several. If the name is taken, report the alias set instead."""
         artifact = output.items[0] if len(output.items) == 1 else None
         if isinstance(artifact, Artifact) and (alias := current().store.set_alias(name, artifact)) != name:
             self.tell(f"{name} names an earlier artifact; the new one is {alias}")

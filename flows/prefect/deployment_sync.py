@@ -26,8 +26,7 @@ SCHEDULE = "puna-serve"  # the slug of the schedule that `--cron` sets
 
 
 class DeploymentSync:
-    """The synchronization of a server's deployments with a store. `ids`: form's title → deployment's id. `linked`: True if `puna up` runs
-    the server."""
+    """The synchronization of a server's deployments with a store. `ids`: form's title → deployment's id. `linked`: `puna up` runs it."""
 
     def __init__(self, store: Store, server: Server, offered: Sequence[tuple[Offer, PrefectFlow[Any, Any]]], *, linked: bool) -> None:
         self.ids: dict[str, UUID] = {}

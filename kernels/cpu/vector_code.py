@@ -87,7 +87,7 @@ def load_first(builder: Any, address: Any, inside: Any, kind: ir.VectorType = VE
 
 
 def sums(builder: Any, vectors: list[Any], add: Any = None) -> Any:
-    """Return a vector whose lane i is the sum of the lanes of `vectors[i]`, added pairwise. `add`: the builder's addition (`fadd`)."""
+    """Return a vector whose lane i is the sum of `vectors[i]`'s lanes, added pairwise. `add`: the builder's addition (default: `fadd`)."""
     add = add or builder.fadd
     width = LANES
     while width > 1:

@@ -140,7 +140,7 @@ def _from(words: NDArray[np.int64], b: int, first: int, end: int) -> int:
 
 @njit(cache=True, borrows=True)
 def _standing(page: Scan, b: int, most: int, more: int, m: Measures, row: NDArray[np.float32]) -> int:
-    """Write if the block is a caption, and its distances in words from the elements at 1/2 and 3/4 of the prose; return the next one."""
+    """Write if a block is a caption, and its distances (words) from the elements at 1/2 and 3/4 of the prose; return the next column."""
     elements, words = page.elements, m.sums[:, 0]
     row[0] = (elements[page.blocks[b, L.ELEMENT], L.FLAGS] & CAPTION) != 0
     first, end = elements[most, L.FIRST], elements[most, L.END]

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """The work to plan: tokens per prompt and answer, number of answers, tokens of the longest prompt with its answer (0: all are equally
-    long)."""
+    """The work to plan: tokens per prompt and answer, number of answers, tokens of the longest prompt with its answer (0: all alike)."""
 
     prompt: int = 512
     answer: int = 256

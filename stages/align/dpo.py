@@ -124,7 +124,7 @@ def _train_kto(
 ) -> list[dict[str, float]]:
     """Train in place by KTO (Ethayarajh et al. 2024) on examples with two tiers, good and bad answers; return the log.
 
-    The loss compares rewards with the KL divergence to the reference, estimated on other prompts' answers. Raise PunaError without any."""
+    The loss compares rewards with the KL to the reference, estimated on other prompts' answers. Raise PunaError if there are none."""
     from puna.models.training.objectives import Kto
 
     others = mismatch(examples, config.training.compute.micro_batch_tokens, run.generator("mismatched"))

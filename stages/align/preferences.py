@@ -75,7 +75,7 @@ def preferences(answers: Answers, prompts: Prompts, config: PreferencesConfig, r
     """Label pairs of answers with one of four preference levels and an edited answer (Llama 3, section 4.2.1).
 
     If several models answered, a pair compares two models. Input rows are the pairs. `dropped` has pairs with identical, similar or
-    unfinished answers, and pairs with an answer that a verifier failed to score (`unscored`). Raise PunaError if a prompt lacks one."""
+    unfinished answers, and pairs with an answer that a verifier did not score (`unscored`). Raise PunaError if a prompt has none."""
     questions, by_prompt = read_answers(answers, prompts)
     if bare := [name for name in sorted(by_prompt) if questions[name]["verifier"] is None]:
         raise PunaError(f"preferences: {len(bare)} of {len(by_prompt)} prompts have no verifier to judge with, for example {bare[0]}")

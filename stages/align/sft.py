@@ -105,7 +105,7 @@ def _train(model: Transformer, examples: list[Example], config: SftConfig, run: 
 
 @contextmanager
 def embedding_noise(model: Transformer, alpha: float, tokens: float) -> Iterator[None]:
-    """Add uniform noise, at most alpha / sqrt(tokens x width), to embeddings inside the `with` block, with gradients (NEFTune)."""
+    """Add uniform noise, at most alpha / sqrt(tokens x width), to embeddings inside the context, in passes with gradients (NEFTune)."""
     import torch
 
     bound = alpha / math.sqrt(tokens * model.config.hidden_size)

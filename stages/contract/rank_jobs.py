@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from puna.models.settings import Settings
-from puna.models.training.parallel.layout import PROVED, Layout
+from puna.models.training.parallel.layout import Layout
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.external import External
@@ -72,11 +72,10 @@ def misfits(stage: Stage, config: StageConfig) -> list[str]:
     if apart >= max(there, 1):
         lines.append(f"generate = {apart} needs at least {apart + 1} processes; start with --processes, or with torchrun")
     for path, layout in layouts(config) if not lines else ():
-        repeats = not apart and layout.axes | {"data"} in PROVED  # copies of three other axes would be four
         if layout.processes > 1 and not stage.ranks:
             lines.append(f"{path} cannot be {layout}: this stage trains in one process")
-        elif layout.axes and (there % layout.processes if repeats else there - apart != layout.processes):
-            needed, more = layout.processes + apart, ", or a multiple of that" if repeats else ""
+        elif layout.axes and (there - apart != layout.processes if apart else layout.repeated(there).processes != there):
+            needed, more = layout.processes + apart, ", or a multiple of that" if layout.repeats and not apart else ""
             lines.append(f"{path} = {layout} needs {needed} processes{more}; {there} run: start with --processes {needed} or torchrun")
     return lines
 

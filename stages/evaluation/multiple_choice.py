@@ -39,8 +39,8 @@ def training_text(
     model: Artifact, documents: Artifact, mixture: Artifact | None, tokenizer: Tokenizer, context: int, most_tokens: int, run: StageRun
 ) -> list[list[int]]:
     """Return the tokens of training documents, up to the number that the model was trained on; [] without a mixture, or if this number is
-    unknown or above `most_tokens`. A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover fewer of
-    its n-grams."""
+    unknown or above `most_tokens`. A larger corpus is sampled in pieces of `context` tokens in hash order: whole pages would cover
+    fewer of its n-grams."""
     trained = model.manifest.metrics.get("trained_tokens")
     if mixture is None or not isinstance(trained, int) or trained > most_tokens:
         return []

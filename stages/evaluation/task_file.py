@@ -274,8 +274,7 @@ class Task:
         ]  # fmt: skip
 
     def examples(self, document: Document) -> Sequence[Document]:
-        """Return a document's few-shot examples; those from data files exclude rows equal to the document's. Raise PunaError if there are
-        too few."""
+        """Return a document's few-shot examples; those from data files exclude rows equal to the document's. Raise PunaError if too few."""
         given = (self.file.fewshot_config.split or self.file.fewshot_split) is None
         pool = [shot for shot in self.shots if given or shot.row != document.row]
         if len(pool) < self.file.num_fewshot:

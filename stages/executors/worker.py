@@ -92,7 +92,7 @@ def compute(payload: bytes) -> Answer:
 
 
 def _refusal(driver: Fingerprint, modules: dict[str, str]) -> str:
-    """Import the driver's `modules`. Return the reason why this worker must not compute for it, or "". Raise PunaError if one fails."""
+    """Import the driver's `modules`. Return why this worker must not compute for it, or "". Raise PunaError if an import fails."""
     here = f"the worker on {socket.gethostname()} (process {os.getpid()})"
     for name, file in modules.items():
         if name not in plugins.added_modules():

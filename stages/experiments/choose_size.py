@@ -129,7 +129,7 @@ def _sizes(config: ChooseSizeConfig, rows: Sequence[dict[str, Any]]) -> list[Siz
 
 
 def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size]:
-    """Return sizes that grow as usual (`GROWTH`) from the ladder's best: few points leave the best unsure. Raise PunaError without any."""
+    """Return sizes that grow as usual (`GROWTH`) from the ladder's best: few points leave it unsure. Raise PunaError if there are none."""
     largest = max(row["flops"] for row in rows)
     best = min((row for row in rows if 1.5 * row["flops"] > largest), key=lambda row: row["loss"])
 

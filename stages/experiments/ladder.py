@@ -257,8 +257,7 @@ def _train(
 
 
 def _questions(pieces: Sequence[Any], wanted: int) -> list[Question]:
-    """Return `wanted` questions, which ask if a held-out text continues unchanged or with two parts swapped. Raise PunaError if there are
-    too few."""
+    """Return `wanted` questions, which ask if a held-out text continues unchanged or with two parts swapped. Raise PunaError if too few."""
     generator, questions = np.random.default_rng(0), list[Question]()
     size, part = PROMPT_TOKENS + OPTION_TOKENS, OPTION_TOKENS // PARTS
     starts = [(piece, start) for piece in pieces for start in range(0, len(piece) - size + 1, size)]

@@ -62,8 +62,7 @@ class Generator(StageConfig):
 class DigitsTask(Generator):
     """Questions that ask for ordered two-digit numbers with given first or last digits. Structure: the sum of the given digits modulo 5.
 
-    So no training question has the digits of a held-out question, and no answer to a training question is correct for a held-out
-    question."""
+    So no training question has the digits of a held-out question, and no answer to a training question is correct for a held-out one."""
 
     name: ClassVar[str] = "digits"
     place: Literal["first", "last"] = Field("first", description="Position of the given digit in each number; the other digit is free")

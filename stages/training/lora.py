@@ -64,8 +64,7 @@ def adapters(model: Transformer, config: AdapterConfig, run: StageRun) -> Iterat
 def inject(model: Transformer, lora: LoraSettings, seed: int) -> int:
     """Add adapters to the model's projections; freeze all other weights except a scalar head. Return the number of trained parameters.
 
-    The model's outputs do not change (with PiSSA, up to rounding: adapters start as a part of each matrix, which is reduced by this
-    part)."""
+    The model's outputs do not change (with PiSSA, up to rounding: adapters start as a part of each matrix, which loses it)."""
     import torch
     from peft import inject_adapter_in_model
 

@@ -36,7 +36,7 @@ class Judges:
         self._loaded: dict[str, Loaded] = {}
 
     def find(self, verifier: str, head: Head, name: str | None) -> Loaded:
-        """Return the model whose data digest begins with `name` (None: the only one with `head`). Raise PunaError unless one fits."""
+        """Return the model whose data digest begins with `name` (None: one with `head`). Raise PunaError unless exactly one fits."""
         if name is None:
             fitting = [judge for artifact in self._artifacts if (judge := self._load(artifact)).model.head == head]
             if len(fitting) == 1:

@@ -218,7 +218,10 @@ def test_a_layout_is_repeated_over_the_processes_that_run(monkeypatch: pytest.Mo
     assert Layout(shard=2).repeated(6) == Layout(data=3, shard=2) and Layout(data=2).repeated(2) == Layout(data=2)
     assert Layout(shard=2).repeated(3) == Layout(shard=2) and Layout(shard=2).repeated(1) == Layout(shard=2)
     assert Layout(shard=2, tensor=2).repeated(8).refusal("cpu") is None
-    assert "no test proves the layout pipeline 2 x data 2 x shard 2 x tensor 2" in (Layout(shard=2, pipeline=2, tensor=2).repeated(16).refusal("cpu") or "")
+    three = Layout(shard=2, pipeline=2, tensor=2)
+    assert three.repeated(16) == three and Layout(data=2, shard=2, tensor=2).repeated(16) == Layout(data=4, shard=2, tensor=2)
+    with pytest.raises(ValueError, match="no test proves the layout pipeline 2 x data 2 x shard 2 x tensor 2 equal to one process"):
+        Layout(data=2, shard=2, pipeline=2, tensor=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     check(pretrain, PretrainConfig(compute={"layout": {"shard": 2}}))
     with pytest.raises(PunaError, match=r"compute.layout = shard 3 needs 3 processes, or a multiple of that; 4 run: start with --processes 3 or torchrun"):

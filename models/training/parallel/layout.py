@@ -79,10 +79,15 @@ class Layout(Settings):
         able = f"proved are up to three of {', '.join(DENSE)}, or of {', '.join(READERS)}"
         return f"no test proves the layout {self} equal to one process; {able}"
 
+    @property
+    def repeats(self) -> bool:
+        """True if several copies of this layout, along `data`, are proved, too."""
+        return self.axes | {"data"} in PROVED
+
     def repeated(self, processes: int) -> Layout:
-        """Return this layout with `data` multiplied to fill `processes` processes; unchanged unless its size divides `processes`."""
+        """Return this layout with `data` multiplied to fill `processes` processes; unchanged if it cannot be repeated as often."""
         times, rest = divmod(processes, self.processes)
-        return self if rest else self.model_copy(update={"data": self.data * times})
+        return self if rest or not self.repeats else self.model_copy(update={"data": self.data * times})
 
     def misfit(self, config: ModelConfig) -> str | None:
         """Return the reason why a model's shape does not fit this layout; None if it fits."""

@@ -313,7 +313,7 @@ def _same_order(first: Any, own: Any, second: Any, other: Any, criteria: Any) ->
 
 @njit(cache=True, nogil=True)
 def _repetitive(sequence: Any, own: Any, width: Any, share: Any) -> Any:
-    """True if a text has a few words in varying order: less than `share` of its shingles are distinct, but far more of twice the width."""
+    """True if a text is a few words in varying order: less than `share` of its shingles are distinct, far more of those twice as wide."""
     if own >= share * len(sequence) or len(sequence) <= width:
         return False
     return len(distinct(widen(sequence, width))) > GROWTH * own

@@ -57,7 +57,7 @@ class Vocabulary(NamedTuple):
     """Lookup tables for measuring texts.
 
     `flags`, `lower`: see `characters.Tables`; `breaks`: see `unspaced.weights`; `phrases`: see `line_rules.Phrases`. `stop_keys`: a hash
-    table of stop words; `stop_languages`: bit i for language i (0: English). `dirty_keys`, `dirty_bits`: the same of adult words."""
+    table of stop words; `stop_languages`: bit i for language i (0: English). `dirty_keys`, `dirty_bits`: table, bitmap of adult words."""
 
     flags: U16
     lower: U32
