@@ -77,6 +77,7 @@ def serve(sockets: list[socket.socket]) -> None:
     """Fork a rank for each socket, so that the imports run only once; end when one of the ranks ends."""
     gc.disable()  # the imports leave no garbage
     # Modules that the first job of a kind would import in each rank.
+    import pandas  # noqa: F401
     import peft  # noqa: F401
     import torch._dynamo
     import triton  # noqa: F401

@@ -1,4 +1,4 @@
-"""Comparisons with one process: a table of layouts, objectives and models, and the combinations that no row proves."""
+"""Comparisons with one process: a table of layouts, objectives and models, the rows that the tests run, and what no row proves."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from puna.models.training.parallel.layout import AXES, PROVED, Layout
 from .features import MODELS, PLAIN, features_of, model_features, objective_features, setting_features
 
 Sizes = dict[str, int]
+EQUAL = 1e-5
+"""Maximum relative difference in fp32."""
 INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
 MUON, GALORE, TWICE, BF16 = {"optimizer": "muon"}, {"optimizer": "galore"}, {"activation_checkpointing": True}, {"precision": "bf16"}
 
@@ -36,6 +38,34 @@ class Row(NamedTuple):
     @property
     def _is_tied(self) -> bool:
         return bool(MODELS[self.variant].get("tie_word_embeddings"))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of the job that compares."""
+        more = self.more | ({"size": self.size} if self.size else {})
+        return {"layout": self.layout, "objective": self.objective, "variant": self.variant, **more}
+
+    @property
+    def covers(self) -> set[tuple[Any, ...]]:
+        """The row's set of axes; and each of its axes with each of its features, with its number of ranks, and with stages' bits."""
+        axes, features = Layout(**self.layout).axes, features_of(self.objective, self.variant, self.more)
+        sizes = {(axis, size, self.has_same_bits) for axis, size in self.layout.items()}
+        return {(axes,), *sizes, *((axis, feature) for axis in axes for feature in features)}
+
+    def is_equal(self, result: dict[str, float]) -> bool:
+        """True if a comparison finds what it may. Weights may differ more: clipping sums squares stage by stage, which rounds differently."""
+        if result["unequal"]:
+            return False
+        if self.more.get("precision") == "bf16":
+            return self.is_equal_in_bf16(result)
+        return result["gradients"] <= (0 if self.has_same_bits else EQUAL) and result["rows"] <= EQUAL and result["weights"] <= 5 * EQUAL
+
+    def is_equal_in_bf16(self, result: dict[str, float]) -> bool:
+        """True if a training in bf16 differs from fp32 as one process in bf16 does: its gradients and weights have errors that are at most a
+        quarter larger, those of a single weight at most five times (a norm of heads has few numbers). The log differs by at most 2 %. If ranks
+        compute the same products as one process, gradients differ from one process's by as little as in fp32."""
+        alike = not self.rounds_alike or result["gradients"] <= (0 if self.has_same_bits else EQUAL)
+        return alike and result["excess"] <= 1.25 and result["excess of a weight"] <= 5 and result["rows"] <= 2e-2
 
     def __str__(self) -> str:
         layout = " ".join(f"{axis} {size}" for axis, size in self.layout.items())
@@ -86,6 +116,15 @@ ROWS = [
 ]  # fmt: skip
 """`context` of four has micro-batches of three tokens, of which a rank has none. Micro-batches of a pipeline are more than its ranks, fewer,
 and no multiple of them; stages are of one layer and of two."""
+
+
+def covering(rows: list[Row]) -> list[Row]:
+    """Return few rows that together cover what all rows cover, found greedily by what a row adds for each of its processes."""
+    chosen, left = list[Row](), set().union(*(row.covers for row in rows))
+    while left:
+        chosen.append(max(rows, key=lambda row: len(row.covers & left) / (2 + Layout(**row.layout).processes)))
+        left -= chosen[-1].covers
+    return chosen
 
 
 def proved(axes: frozenset[str]) -> set[str]:
