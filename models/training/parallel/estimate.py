@@ -6,8 +6,10 @@ transfers, the pipeline's bubble and the update are added. `REACHED` is fitted t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -161,17 +163,17 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
     return max(needed, resting * held / layout.shard + 4 * gathered), state
 
 
-def layouts(devices: int) -> Iterator[Layout]:
-    """Yield all layouts of `devices` devices whose set of axes is in `PROVED`, that is, covered by a test. `VIRTUAL_STAGES` are varied."""
-    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+@functools.cache
+def layouts(devices: int) -> Sequence[Layout]:
+    """Return all layouts of `devices` devices whose set of axes is in `PROVED`, that is, covered by a test. `VIRTUAL_STAGES` are varied."""
+    divisors, found = [size for size in range(1, devices + 1) if devices % size == 0], list[Layout]()
     for axes in sorted(PROVED, key=sorted):
         names = sorted(axes)
         for *sizes, stages in product(*[divisors[1:]] * len(names), VIRTUAL_STAGES if "pipeline" in axes else (1,)):
             if math.prod(sizes) == devices:
-                try:
-                    yield Layout(**dict(zip(names, sizes, strict=True)), virtual_stages=stages)
-                except ValueError:  # beyond the bounds of an axis
-                    continue
+                with contextlib.suppress(ValueError):  # beyond the bounds of an axis
+                    found.append(Layout(**dict(zip(names, sizes, strict=True)), virtual_stages=stages))
+    return found
 
 
 def best_layouts(
