@@ -5,8 +5,9 @@ Code, the validation of recipes and the web forms share these classes."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, model_validator
 
@@ -72,22 +73,61 @@ def _over(default: object, value: Any) -> Any:
     return values | {name: _over(values.get(name), item) for name, item in value.items()}
 
 
-def did_you_mean(wrong: str, names: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the closest name, or all names if none is close."""
+def did_you_mean(wrong: str, names: Iterable[str], exact: Sequence[str] = ()) -> str:
+    """Return the end of an error message about an unknown name: the first of `exact`, else the closest name, else all names."""
     candidates = list(names)
-    near = difflib.get_close_matches(wrong, candidates, 1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(candidates)}" if candidates else "; there are none"
+    near = exact[:3] or difflib.get_close_matches(wrong, candidates, 1)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(candidates)}" if candidates else "; there are none"
 
 
-def problems(error: ValidationError) -> str:
-    """Return a validation error as one line, with `field: problem` for each problem; pydantic's own problems add `(got value)`."""
-    messages = []
+def problems(error: ValidationError, where: str = "", kind: type[BaseModel] | None = None) -> list[str]:
+    """Return a line `field: problem` for each wrong value; pydantic's own problems add `(got value)`. `where`: a prefix of the names.
+    `kind`: the class of settings, whose fields are suggested for unknown names."""
+    lines = []
     for item in error.errors():
-        name = ".".join(map(str, item["loc"]))
+        name = ".".join(str(part) for part in (where, *item["loc"]) if part != "")
         if item["type"] == "value_error":  # Puna's own check, whose text names the value
-            messages.append(f"{name}: {item['ctx']['error']}" if name else str(item["ctx"]["error"]))
+            message = str(item["ctx"]["error"])
         elif item["type"] in ("missing", "extra_forbidden"):
-            messages.append(f"{name}: is missing" if item["type"] == "missing" else f"{name}: no such field")
+            message = "is missing; set it" if item["type"] == "missing" else "no such field" + _suggestion(kind, *map(str, item["loc"]))
         else:
-            messages.append(f"{name}: {item['msg']} (got {item['input']!r:.80})")
-    return "; ".join(messages)
+            value = repr(item["input"])
+            message = f"{item['msg']} (got {value if len(value) <= 80 else value[:77] + '…'})"
+        lines.append(f"{name}: {message}" if name else message)
+    return lines
+
+
+def _suggestion(kind: type[BaseModel] | None, *path: str) -> str:
+    for part in path[:-1]:
+        if not part.isdecimal():
+            field = kind.model_fields.get(part) if kind else None
+            groups = _groups(field.annotation) if field else []
+            kind = groups[0] if len(groups) == 1 else None  # of several alternatives, it is unknown which one was meant
+    fields = {name: field.annotation for name, field in kind.model_fields.items()} if kind else {}
+    return did_you_mean(path[-1], fields, deeper(path[-1], fields)) if kind else ""
+
+
+def takes_text(fields: Mapping[str, Any], path: str) -> bool:
+    """True if the field at a dotted path is a string. `fields`: name → type, which may be a class of settings."""
+    return any(name == re.sub(r"\.\d+\.", ".0.", path) and kind in (str, str | None) for name, kind in _paths(fields))
+
+
+def deeper(wrong: str, fields: Mapping[str, Any]) -> list[str]:
+    """Return the dotted paths of the fields called `wrong` inside `fields` (name → type), the shortest first."""
+    return sorted((path for path, _ in _paths(fields) if path.endswith(f".{wrong}")), key=lambda path: path.count("."))
+
+
+def _paths(fields: Mapping[str, Any], *above: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    """Yield (path, type) for the fields and all fields of groups inside them; a list of groups has the item 0."""
+    for name, kind in fields.items():
+        yield name, kind
+        prefix = f"{name}.0" if get_origin(kind) in (list, tuple) else name
+        for group in dict.fromkeys(one for one in _groups(kind) if one not in above and get_origin(kind) is not dict):
+            inside = {inner: field.annotation for inner, field in group.model_fields.items()}
+            yield from ((f"{prefix}.{path}", one) for path, one in _paths(inside, *above, group))
+
+
+def _groups(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [group for argument in get_args(annotation) for group in _groups(argument)]

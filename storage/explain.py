@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class Change:
 
 def changes(before: Manifest | Identity, now: Manifest | Identity) -> list[Change]:
     """Return all differences in configuration, code and inputs that change the key."""
-    differences = [Change("config", n, b, a) for n, b, a in _differences(flat(before.config), flat(now.config))]
+    differences = [Change("config", n, b, a) for n, b, a in _differences(before.config, now.config)]
     if before.code_version != now.code_version:
         differences += [Change("code", n, b, a) for n, b, a in _differences(*_without_moved(before.code, now.code))]
     if not differences and before.code_version != now.code_version:
@@ -113,8 +113,14 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {path: inner for name, item in value.items() for path, inner in flat(item, f"{prefix}.{name}" if prefix else name).items()}
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(n, before.get(n), now.get(n)) for n in sorted(set(before) | set(now)) if before.get(n) != now.get(n)]
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, old value, new value) for each value that differs in nested dicts and lists; a missing value is None."""
+    if isinstance(before, dict | list) and type(before) is type(now):
+        old, new = (one if isinstance(one, dict) else dict(enumerate(one)) for one in (before, now))
+        for name in sorted(old | new):
+            yield from _differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
+    elif before != now:
+        yield path, before, now
 
 
 def _short(value: Any) -> str:

@@ -68,7 +68,7 @@ def serving_options(command: Callable[..., None]) -> Callable[..., None]:
         try:
             serving = ServingSettings.model_validate({name: values.pop(name) for name in fields})
         except ValidationError as error:
-            raise PunaError(problems(error)) from error
+            raise PunaError("; ".join(problems(error))) from error
         command(**values, serving=serving)
 
     own = dict(inspect.signature(command, eval_str=True).parameters)

@@ -60,10 +60,10 @@ class Console:
     def say(self, text: str | Table, *, styled: bool = False) -> None:
         (self._bar.console if self._bar else self._terminal).print(text, markup=styled)
 
-    def start_step(self, step: str, why: list[Change] | None) -> None:
-        """Announce a stage that starts to compute; `why`: the changes since its last run, None if it never ran."""
-        if why:
-            self.say(f"[yellow]{step:24s}[/] [dim]runs again: {escape(in_short(why))}[/]", styled=True)
+    def start_step(self, step: str, note: str = "") -> None:
+        """Announce a stage that starts to compute, with a note if there is one."""
+        if note:
+            self.say(f"[yellow]{step:24s}[/] [dim]{escape(note)}[/]", styled=True)
         if self._bar is not None:
             self._tasks[step] = self._bar.add_task(step, total=None, note="")
         self._step, self._said = step, time.monotonic()

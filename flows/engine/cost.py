@@ -100,8 +100,6 @@ def _answers(model: Artifact, rows: Sequence[dict[str, Any]], config: Any, gpu: 
     parts = layout.tensor * layout.pipeline
     if gpu and parts > 1:
         raise PunaError(f"--gpu {gpu}: serving.layout = {layout}: groups that answer together are proved only on CPUs; set only data")
-    if problem := layout.misfit(shape):
-        raise PunaError(f"{model.id}: serving.{problem}")
     precision: Precision = "bf16" if gpu else "fp32"
     lengths = [len(prompt_ids(tokenizer, row)) for row in rows[:: -(-len(rows) // LOOKED_AT)]]
     longest, mean = max(lengths), sum(lengths) / len(lengths)

@@ -21,6 +21,7 @@ from puna.flows.engine.recipe import Recipe, as_yaml, overridden, project_change
 from puna.flows.engine.session import Session, session
 from puna.flows.engine.trace import load, load_flows, load_stages, trace
 from puna.flows.server.client import named_server
+from puna.models.settings import takes_text
 from puna.stages.contract import External, Stage, StageConfig, Value, did_you_mean, parse
 from puna.stages.executors import PROCESSES
 from puna.storage import Artifact, PunaError, Store
@@ -161,7 +162,7 @@ def stage_config(stage: Stage, recipe: str | None, changes: list[str]) -> StageC
             raise PunaError(f"recipe {recipe}: has no settings of {stage.name}; leave --recipe out and use --set")
         values = {**({"seed": whole_recipe.get("seed", 0)} if "seed" in stage.config.model_fields else {}), **own}
     for change in changes:
-        overridden(values, change.removeprefix(f"{stage.name}."))
+        overridden(values, change.removeprefix(f"{stage.name}."), lambda path: takes_text({"": stage.config}, f".{path}"))
     return parse(stage.config, values, stage.name)
 
 
@@ -208,7 +209,7 @@ def sample_pages(store: Store, quiet: bool) -> list[External]:
 def make_sample(folder: Path, *, quiet: bool = False) -> SampleReport:
     """Build the sample of real pages in `folder`, unless it is there already."""
     with Console(json=quiet) as console:
-        console.start_step("sample", None)
+        console.start_step("sample")
         report = build_sample(folder, lambda done, total, note: console.progress("sample", done, total, note), say=console.say)
         console.remove_bar("sample")
     return report

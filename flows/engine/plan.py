@@ -7,19 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from puna.flows.engine.console import in_short
 from puna.flows.engine.declare import Item, Output, Walk, given_as, name_of, values
 from puna.flows.engine.recipe import Recipe, Step
+from puna.flows.engine.session import reason
 from puna.flows.html.markup import disk_size, duration, size
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
 from puna.storage import Artifact, Store
-from puna.storage.explain import against, flat
+from puna.storage.explain import flat
 
 BEGINS = ("model", "size", "tasks")  # inputs of a training stage that determine its cost
 STATES = {"reused": "reused", "runs": "run", "after": "wait for these"}
 GROWTH = {"seconds": 0.7, "bytes": 0.9, "memory": 0.2, "rows": 1.0}  # exponents: a cost grows as this power of the input's size
-LARGEST, FARTHEST = 1e30, 10
-"""Upper bound of any estimate, and the largest ratio of integers (steps, widths) between configurations that count as comparable."""
+LARGEST, FARTHEST = 1e30, 10  # upper bound of an estimate; largest ratio of integers (steps, widths) between comparable configurations
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ class Planner(Walk):
             identity = identify(step.stage, config, values(step.stage, inputs))
             if (artifact := reusable(step.stage, identity, self._store)) is not None:
                 state, why, items = "reused", artifact.id, (artifact,)
-            elif new := against(self._store, identity, label):
-                why = in_short(new)
+            else:
+                why = reason(self._store, identity, label).removeprefix("runs again: ") or why
         expected = None if items else self._estimate(step.stage, label, config, inputs)
         begins = {name: "".join(name_of(item) for output in inputs[name] for item in output.items) for name in BEGINS if inputs.get(name)}
         self.steps.append(PlannedStep(label, step.stage.name, state, why, expected, begins))

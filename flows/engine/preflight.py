@@ -25,8 +25,7 @@ from puna.stages.reading.pages import Page
 from puna.storage import Artifact, PunaError, Store
 
 PEEK_CHARACTERS = 4000  # maximum characters of the text sampled from a page
-ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
-"""Device files of NVIDIA's and AMD's drivers. If one exists, models are in the accelerator's memory, not in the machine's."""
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")  # files of NVIDIA's and AMD's drivers; if one exists, models are in its memory
 STORED_PER_BYTE = 1.5  # minimum bytes of disk that curation needs per byte of its inputs: pages and their text, both compressed
 
 
@@ -73,9 +72,9 @@ def check_stage(
     stage: Stage, config: StageConfig, given: Mapping[str, Value], store: Store, executor: str = PROCESSES, *, planned: bool = False
 ) -> None:
     """Raise PunaError with all unmet needs of a single stage, unless its artifact exists; `planned`: see `check`."""
-    inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items()}
-    complaints = [] if planned else [f"{stage.name}: {line}" for line in rank_jobs.misfits(stage, config)]
-    complaints += stage.unmet(config, Facts({name: items for name, items in inputs.items() if items}, _memory(executor)))
+    inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items() if items}
+    complaints = [] if planned else [f"{stage.name}: {line}" for line in rank_jobs.misfits(stage, config, inputs)]
+    complaints += stage.unmet(config, Facts(inputs, _memory(executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
         raise PunaError("\n".join(complaints))
 
@@ -94,7 +93,7 @@ def _unmet(step: TracedStep, known: dict[str, InputFacts], executor: str, planne
     if step.config is None:
         return []
     needs = stage.needs(step.config, Facts(inputs, _memory(executor))) if stage.needs else []
-    return [f"{step.label}: {need}" for need in (*([] if planned else rank_jobs.misfits(stage, step.config)), *needs)]
+    return [f"{step.label}: {need}" for need in (*([] if planned else rank_jobs.misfits(stage, step.config, inputs)), *needs)]
 
 
 def _together(items: Sequence[InputFacts]) -> Callable[[float], TextSample] | None:

@@ -19,6 +19,7 @@ from puna.stages.contract import SeededConfig, Stage, StageConfig, parse
 from puna.storage import PunaError, errors_at
 
 C = TypeVar("C", bound=StageConfig)
+IsText = Callable[[str], bool] | None
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BYTES = 1 << 20  # maximum bytes of a recipe file
 ENDINGS = (".yaml", ".yml")
@@ -171,7 +172,7 @@ def with_file(complaint: str, layers: list[Layer]) -> str:
     return max(layers, key=lambda layer: layer.depth(path)).where + complaint
 
 
-def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[str, Any], list[Layer]]:
+def read_values(name: str, changes: list[str], base: str = BASE, is_text: IsText = None) -> tuple[dict[str, Any], list[Layer]]:
     """Read a recipe by name or YAML file and apply `step.field=value` changes. Return its values and layers, `--set` first, bases last.
     `base`: the recipe that a file inherits from if it names none. Raise PunaError if a file or a change is wrong."""
     files = _layers(name, base, ())
@@ -184,8 +185,8 @@ def read_values(name: str, changes: list[str], base: str = BASE) -> tuple[dict[s
     values["name"] = files[0].values.get("name", Path(name).stem if name.endswith(ENDINGS) else name)
     changed: dict[str, Any] = {}
     for change in changes:
-        overridden(values, change)
-        overridden(changed, change)
+        overridden(values, change, is_text)
+        overridden(changed, change, is_text)
     return values, [Layer("", changed), *files] if changes else files
 
 
@@ -268,8 +269,9 @@ def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
     return result
 
 
-def overridden(values: dict[str, Any], change: str) -> None:
-    """Set `a.b=value` (YAML) in nested `values`. A number addresses a list item; groups are merged. Raise PunaError for a wrong path."""
+def overridden(values: dict[str, Any], change: str, is_text: IsText = None) -> None:
+    """Set `a.b=value` (YAML) in nested `values`. A number addresses a list item; groups are merged. Raise PunaError for a wrong path.
+    `is_text`: True for the path of a string, which is the text itself if YAML reads something else."""
     path, sign, text = change.partition("=")
     if not sign or not path:
         raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")
@@ -287,6 +289,8 @@ def overridden(values: dict[str, Any], change: str) -> None:
         inside = inner
     with errors_at(f"--set {change}", yaml.YAMLError):
         value = yaml.safe_load(text)
+    if is_text is not None and not isinstance(value, str | None) and is_text(path):
+        value = text
     where: Any = _place(inside, last, change) if isinstance(inside, list) else last
     before = inside[where] if isinstance(inside, list) else inside.get(where)
     inside[where] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value

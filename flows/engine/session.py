@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from puna.flows.engine.console import Console, tee_stderr
+from puna.flows.engine.console import Console, in_short, tee_stderr
 from puna.flows.report import place, write, written_before
 from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
@@ -88,12 +88,12 @@ class Session:
                     line = f"{step}: {one.id} is suspect: {suspects[one.key]}; {what}"
                     self.console.say(line)
                     self.reporter.log(line, logging.WARNING)
-                why = against(self.store, identity, step)
-                self.console.start_step(step, why)
+                note = reason(self.store, identity, step)
+                self.console.start_step(step, note)
                 if uncompiled is not None:
                     self.console.say(f"{step}: compiling the loops of {stage.name}, only once: about {COMPILES[stage.name]} s on one core")
-                if why:
-                    self.reporter.log(f"{step} runs again: {'; '.join(map(str, why[:3]))}")
+                if note:
+                    self.reporter.log(f"{step} {note}")
 
         with self._lock:
             notice = self.reporter.start_step(step, stage.name, inputs, task)
@@ -286,22 +286,30 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
     """Return the message for a stopped run: each unfinished step's saved work (`keys`: label → artifact key), then `go_on`."""
-    steps = [f"{label}: {saved_work(store, key)}" for label, key in keys.items()]
+    steps = [f"{label}: {saved_work(store, key) or 'nothing is saved yet'}" for label, key in keys.items()]
     return f"Stopped. {'; '.join(steps) or 'Every step that started is finished'}. {go_on}"
 
 
+def reason(store: Store, identity: Identity, step: str) -> str:
+    """Describe the saved work from which a step goes on, else the changes since its last run; empty if there are none."""
+    if saved := saved_work(store, identity.key):
+        return f"goes on: {saved}"
+    why = against(store, identity, step)
+    return f"runs again: {in_short(why)}" if why else ""
+
+
 def saved_work(store: Store, key: str) -> str:
-    """Describe the saved work that the next attempt at an artifact reuses: training states, fits, small runs and parts."""
+    """Describe the saved work that the next attempt at an artifact reuses: training states, fits, small runs and parts; empty if none."""
+    if not any(store.files.list(f"work/{key}")):
+        return ""
     scratch = store.files.scratch(f"work/{key}/scratch")
     fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
     parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
     trainings = _trainings(scratch)
     counts = ((fits, "fit"), (trials, "small run"), (parts, "finished part"))
     phrases = [*trainings, *(f"{number:,} {what}{'s' if number > 1 else ''}" for number, what in counts if number)]
-    if not phrases:
-        return "nothing is saved yet"
     one = len(phrases) == 1 and (trainings or fits + trials + parts == 1)
-    return f"{', '.join(phrases)} {'is' if one else 'are'} saved"
+    return f"{', '.join(phrases)} {'is' if one else 'are'} saved" if phrases else ""
 
 
 def _trainings(scratch: Path) -> list[str]:

@@ -15,13 +15,13 @@ import puna.stages
 from puna.flows.engine.declare import FLOWS, Flow, Given, Output, Walk, first_sentence
 from puna.flows.engine.defaults import MODULES
 from puna.flows.engine.recipe import BASE, General, Recipe, Setting, Step, read_values, with_file
+from puna.models.settings import deeper, takes_text
 from puna.stages import plugins
 from puna.stages.contract import REGISTRY, Stage, StageConfig, did_you_mean, parse
 from puna.storage import PunaError
 from puna.storage.aliases import checked_project
 
-SHIPPED = ("pipeline", "curate", "experiments", "pretrain", "align", "round", "safety", "capabilities")
-"""Names of Puna's own flows, in the order in which lists show them."""
+SHIPPED = ("pipeline", "curate", "experiments", "pretrain", "align", "round", "safety", "capabilities")  # Puna's flows, as lists show them
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,12 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     """Return a recipe of a flow by name or file, with `step.field=value` changes. Raise one PunaError for all wrong fields. Fields of other
     flows are checked too, if the recipe has them. `base`: the recipe that a file inherits from if it names none."""
     target = flow_named(flow)
-    values, layers = read_values(name, changes or [], base)
     steps, settings = dict(fields(target)), dict(everything(target).settings)
     for other in load_flows().values():
-        steps = {**fields(other), **steps}
+        steps = {**steps, **fields(other), **steps}
         settings = {**everything(other).settings, **settings}
+    every = {label: step.stage.config for label, step in steps.items()}
+    values, layers = read_values(name, changes or [], base, lambda path: takes_text(every, path))
     changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
     for label, step in steps.items():
         # If a change omits a step, omit the recipe's step that trains its classifier, too.
@@ -188,7 +189,9 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
         else:
             steps[label] = Step(label, label, stage)
     names = ["name", "seed", "project", "add", *settings, *steps, *(additions if isinstance(additions, dict) else ())]
-    complaints += [f"{field}: no such field{did_you_mean(str(field), names)}" for field in values if field not in names]
+    running = {label: kind for label, kind in every.items() if label in values or (label in fields(target) and not steps[label].off)}
+    unknown = [str(field) for field in values if field not in names]
+    complaints += [f"{field}: no such field{did_you_mean(field, names, deeper(field, running))}" for field in unknown]
     if "project" in values:
         complaints += complaints_of(lambda: checked_project(values["project"]))
     own = {field: value for field, value in values.items() if field not in General.model_fields}

@@ -60,7 +60,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     try:
         return ModelConfig(**settings)
     except ValidationError as error:
-        raise ValueError(problems(error)) from error
+        raise ValueError("; ".join(problems(error))) from error
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def own_parameters(function: Callable[..., Any], given: Mapping[str, float], nam
     try:
         return dict(model.model_validate(given))
     except ValidationError as error:
-        raise ValueError(f"{name}: {problems(error)}; its parameters are {', '.join(model.model_fields) or 'none'}") from error
+        raise ValueError(f"{name}: {'; '.join(problems(error))}; its parameters are {', '.join(model.model_fields) or 'none'}") from error
 
 
 def parameters_help(entries: Mapping[str, Callable[..., Any]]) -> str:

@@ -61,14 +61,16 @@ class RolloutSettings(Settings):
         if self.minibatches > self.prompts:
             raise ValueError(f"minibatches {self.minibatches} must not exceed prompts {self.prompts}: each needs one at least")
         if self.answers * self.max_tokens >= self.compute.micro_batch_tokens:
-            raise ValueError(
-                f"compute.micro_batch_tokens {self.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
-                f"{self.max_tokens} tokens and a prompt"
-            )
+            raise ValueError(f"compute.micro_batch_tokens {self.compute.micro_batch_tokens} cannot hold {self.answers} answers of "
+                f"{self.max_tokens} tokens and a prompt")  # fmt: skip
         if self.generate and len((layout := self.compute.layout).axes) > 1:
-            raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample, only by one axis")
-        if self.generate % self.generate_tensor or (self.generate_tensor > 1 and not self.generate):
-            raise ValueError(f"generate {self.generate} is not a multiple of generate_tensor {self.generate_tensor} processes")
+            raise ValueError(f"generate: no test proves training by {layout} beside ranks that sample: set one axis, or generate to 0")
+        if (tensor := self.generate_tensor) > 1 and not self.generate:
+            raise ValueError(f"generate_tensor {tensor} has no effect without generate: set generate to a multiple of it, or leave it out")
+        if self.generate % tensor:
+            raise ValueError(f"generate {self.generate} is not a multiple of generate_tensor {tensor} processes")
+        if tensor > 1 and self.compute.precision not in ("fp32", "auto"):  # auto is fp32 on CPUs, and generate is refused on GPUs
+            raise ValueError(f"generate_tensor {tensor} is proved only in fp32: set compute.precision to fp32, or generate_tensor to 1")
         if self.schedule.ema or self.schedule.average:
             raise ValueError("answers are sampled with the weights that are trained: schedule.ema and schedule.average must be 0")
         spikes = "rollouts have no spike detection, and stop when two are skipped"
@@ -140,10 +142,8 @@ class GrpoSettings(RolloutSettings):
     @model_validator(mode="after")
     def _one_loss(self) -> Self:
         if self.ratio == "sequence" and (self.normalizer != "answers" or self.surrogate != "clipped"):
-            raise ValueError(
-                "ratio sequence weighs whole answers: set normalizer to answers and surrogate to clipped, not "
-                f"{self.normalizer} and {self.surrogate}"
-            )
+            raise ValueError("ratio sequence weighs whole answers: set normalizer to answers and surrogate to clipped, not "
+                f"{self.normalizer} and {self.surrogate}")  # fmt: skip
         if self.surrogate == "cispo" and self.clip_high is not None:
             self.refuse_unused("surrogate cispo has no lower bound, and clip_high is the upper one", "clip")
         if self.engine == "vllm" and self.turns > 1:

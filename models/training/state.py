@@ -286,10 +286,8 @@ def check_identity(folder: Path | None, record: dict[str, Any], identity: dict[s
     """Raise ValueError if a checkpoint's `record` differs from `identity` in any of its keys: the checkpoint belongs to another run."""
     for key, value in json.loads(json.dumps(identity)).items():
         if record.get(key) != value:
-            raise ValueError(
-                f"{folder} holds the state of another run: {key} was {record.get(key)!r}, now it is "
-                f"{value!r}; remove the folder or restore what changed"
-            )
+            raise ValueError(f"{folder} holds the state of another run: {key} was {record.get(key)!r}, now it is "
+                f"{value!r}; remove the folder or restore what changed")  # fmt: skip
 
 
 def _write(tensors: Mapping[str, Any], file: Path) -> None:

@@ -15,7 +15,6 @@ from puna.models.serving import without_vllm
 from puna.models.training.rl_settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
 from puna.stages.conversations import answer_text, as_text
-from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapters
 from puna.stages.training.needs import adaptable, one_tokenizer
@@ -65,6 +64,7 @@ def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """Return messages about a missing chat template, memory, engine package, or reward model with the policy's tokenizer."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     missing += [*without_vllm(config.engine, "engine"), *config.scoring.unmet("scoring")]
+    missing += ["generate: only CPUs can have ranks that only sample; set it to 0"] if config.generate and device().type != "cpu" else []
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config, config)]
 
 
@@ -112,8 +112,6 @@ def grpo(
     prompts, see `ppo`. A prompt whose answers all have the same reward gives no gradient; `unequal_prompts` logs the others' share."""
     from puna.models.training.ppo import train_grpo
 
-    if config.turns > 1 and ranks.count() > 1:
-        raise PunaError(f"grpo: turns={config.turns} is not supported with several processes (untested); use one process, or turns=1")
     _optimize(policy, reward_model or (), prompts, judges or (), config, run, train_grpo, critic=False)
 
 
@@ -182,8 +180,6 @@ def _check(policy: Artifact, reward_models: Sequence[Artifact], config: Rollouts
     if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
     check_one_tokenizer([policy, *reward_models], f"{run.stage}: the reward models need the policy's tokenizer")
-    if config.engine == "vllm" and ranks.count() > 1:
-        raise PunaError(f"{run.stage}: engine=vllm is not supported with several processes (untested); use one process, or engine=puna")
 
 
 def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:

@@ -19,8 +19,8 @@ from puna.stages.draws import identifier
 from puna.stages.endpoint import Endpoint, EndpointConfig, Reply
 from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig
-from puna.stages.training.needs import chat_template
-from puna.stages.training.serving import DealtEngine, check_shared, load_served
+from puna.stages.training.needs import chat_template, serving_fits
+from puna.stages.training.serving import DealtEngine, load_served
 from puna.stages.training.train import context_limit, load_model
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.stages.verifiers.base import Score, ScoringConfig, is_correct, score_ending
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
-STRETCH = 2048
-"""Number of prompts that are answered together; their answers are saved before the next prompts start."""
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Sampling settings for which null means the model's own value."""
+STRETCH = 2048  # number of prompts that are answered together; their answers are saved before the next prompts start
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # settings for which null means the model's own value
 Progress = Callable[[int, int], None]
 _slug = partial(re.compile(r"\W+").sub, "_")
 
@@ -66,6 +64,7 @@ def needs(config: SampleConfig, facts: Facts) -> list[str]:
     if not config.endpoints and "models" not in facts.inputs:
         refused.append("models: no model was given; give one with --input models=…, or set endpoints")
     refused += [line for endpoint in config.endpoints for line in endpoint.unmet("endpoints")]
+    refused += serving_fits(facts, config.serving.layout, "models")
     return [*chat_template(facts, "models"), *config.serving.unmet("serving"), *config.scoring.unmet("scoring"), *refused]
 
 
@@ -93,8 +92,6 @@ def sample(
         raise PunaError("sample: there is nothing to sample from; give models or endpoints")
     if len({_slug(endpoint.name) for endpoint in config.endpoints}) < len(config.endpoints):
         raise PunaError("sample: two endpoints have names with the same letters and digits; rename one")
-    if config.endpoints and ranks.count() > 1:
-        raise PunaError("sample: endpoints are not supported with several processes; leave them out, or run one process")
     rows = [row for row in prompts.read().to_pylist() if row["split"] == config.split]
     if not rows:
         raise PunaError(f"{prompts.id} has no prompts of the split {config.split!r}; choose another split or other prompts")
@@ -120,8 +117,7 @@ def sample(
     run.metric("prompts", len(rows))
 
 
-Asked = tuple[dict[str, Any], list[int]]
-"""A row of the prompts table, and the token ids of its prompt."""
+Asked = tuple[dict[str, Any], list[int]]  # a row of the prompts table, and the token ids of its prompt
 
 
 def _answer(
@@ -129,7 +125,6 @@ def _answer(
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
     """Write a model's answers, `STRETCH` prompts at a time. Return counts of scored and unscored answers, and of sampled tokens."""
-    check_shared(config.serving, draft is not None, run)
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
     params = _params(tokenizer_of(artifact), config, artifact.data_digest, run, guesses(config.serving.speculate, draft))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from puna.models.settings import Settings, did_you_mean
+from puna.models.settings import Settings, problems
 from puna.storage import PunaError
 
 
@@ -44,41 +44,4 @@ def parse(kind: type[C], values: dict[str, Any], where: str) -> C:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise PunaError(describe(error, where, kind)) from error
-
-
-def describe(error: ValidationError, where: str, kind: type[BaseModel]) -> str:
-    """Return one line `field: message` for each wrong value of a configuration of class `kind`."""
-    lines = []
-    for item in error.errors():
-        *path, last = item["loc"] or ("",)
-        name = ".".join(str(part) for part in (where, *path, last) if part != "")
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{name}: no such field{_suggestion(str(last), kind, path)}")
-        elif item["type"] == "missing":
-            lines.append(f"{name}: is missing; set it")
-        else:
-            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')} (got {_short(item['input'])})")
-    return "\n".join(lines)
-
-
-def _suggestion(wrong: str, kind: type[BaseModel], path: Iterable[int | str]) -> str:
-    for part in path:
-        if isinstance(part, str):
-            field = kind.model_fields.get(part)
-            groups = _groups(field.annotation) if field else []
-            if len(groups) != 1:  # the field has several alternatives, and it is unknown which one was meant
-                return ""
-            kind = groups[0]
-    return did_you_mean(wrong, kind.model_fields)
-
-
-def _groups(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [group for argument in get_args(annotation) for group in _groups(argument)]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+        raise PunaError("\n".join(problems(error, where, kind))) from error

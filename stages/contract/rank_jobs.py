@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,16 @@ from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
+ALONE: dict[str, Any] = {  # setting → the only value that is tested with several processes
+    "turns": 1, "answers.turns": 1, "answers.search": None, "endpoints": (), "engine": "puna", "serving.engine": "puna",
+    "serving.weights": "same", "serving.offload": "none", "serving.window": None,
+}  # fmt: skip
+
 
 def call(stage: Stage, arguments: list[Any], config: StageConfig, given: dict[str, Value], run: StageRun, store: Store) -> list[Any]:
     """Call the stage's function, on all ranks if it is declared with `ranks`; return the other ranks' CPU seconds and peak memory in bytes.
     Raise PunaError if a layout does not fit the number of ranks."""
-    check(stage, config)
+    check(stage, config, [name for name, value in given.items() if value])
     if not stage.ranks or ranks.count() == 1:
         stage.function(*arguments, config, run)
         return []
@@ -60,18 +66,21 @@ def from_json(stage: Stage, inputs: dict[str, list[Any]], store: Store) -> dict[
     return values
 
 
-def check(stage: Stage, config: StageConfig) -> None:
-    """Raise PunaError if the layouts and `generate` in `config` do not fit the number of processes."""
-    if lines := misfits(stage, config):
+def check(stage: Stage, config: StageConfig, inputs: Collection[str] = ()) -> None:
+    """Raise PunaError if `config` does not fit the number of processes; see `misfits`."""
+    if lines := misfits(stage, config, inputs):
         raise PunaError(f"{stage.name}: {lines[0]}")
 
 
-def misfits(stage: Stage, config: StageConfig) -> list[str]:
-    """Return an error message for each layout in `config`, and for `generate`, that does not fit the number of processes."""
+def misfits(stage: Stage, config: StageConfig, inputs: Collection[str] = ()) -> list[str]:
+    """Return an error message for each setting that does not fit the number of processes. `inputs`: names of the given inputs."""
     lines, apart, there = list[str](), getattr(config, "generate", 0), ranks.count()
+    alone = [path for path, only in ALONE.items() if reduce(lambda at, name: getattr(at, name, only), path.split("."), config) != only]
+    for name in [*alone, *["the input draft"] * ("draft" in inputs)] if stage.ranks and there > 1 else ():
+        lines.append(f"{name} is untested with several processes: leave it out, or use one process")
     if apart >= max(there, 1):
         lines.append(f"generate = {apart} needs at least {apart + 1} processes; start with --processes, or with torchrun")
-    for path, layout in layouts(config) if not lines else ():
+    for path, layout in layouts(config) if apart < max(there, 1) else ():
         if layout.processes > 1 and not stage.ranks:
             lines.append(f"{path} cannot be {layout}: this stage trains in one process")
         elif layout.axes and (there - apart != layout.processes if apart else layout.repeated(there).processes != there):

@@ -117,10 +117,8 @@ def check_measured(rows: int, values: dict[str, int]) -> None:
     """Raise PunaError if a signal that is not optional is null in all measured rows. `values`: signal → number of non-null values."""
     for name, count in values.items():
         if rows > values.get(FAILURE, 0) and not count and not SIGNALS[name].optional:
-            raise PunaError(
-                f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents, so its measurement failed. "
-                "Fix it, or declare the signal optional if a corpus may have none"
-            )
+            raise PunaError(f"signal {name} ({SIGNALS[name].meaning}) is null for all {rows} documents, so its measurement failed. "
+                "Fix it, or declare the signal optional if a corpus may have none")  # fmt: skip
 
 
 def signals_of(artifact: Artifact, ids: pa.ChunkedArray, columns: list[str]) -> pa.Table:

@@ -58,10 +58,8 @@ def train_classifier(documents: Documents, labels: Signals | None, config: Train
     classes = sorted(counts)
     if len(classes) < 2:
         sources = sorted({name for rows in documents.batches(columns=["source"]) for name in rows["source"].unique().to_pylist()})
-        raise PunaError(
-            f"train_classifier: {counts.total()} documents have a label, of {', '.join(classes) or 'no class'}, but two "
-            f"classes are needed. The documents have the sources {', '.join(sources) or 'none'}"
-        )
+        raise PunaError(f"train_classifier: {counts.total()} documents have a label, of {', '.join(classes) or 'no class'}, but two "
+            f"classes are needed. The documents have the sources {', '.join(sources) or 'none'}")  # fmt: skip
     quality = classes == [GOOD, OTHER]
     results = out_of_fold(run, examples, NAME, classes, config, run.folder, GOOD if quality else "")
     about = About(config.purpose, tuple(results.labels), config.folds, config.seed, config.max_characters, config.exempt_sources)

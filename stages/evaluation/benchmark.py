@@ -26,6 +26,7 @@ from puna.stages.evaluation.task_file import LOWER, Document, Generation, Task, 
 from puna.stages.evaluation.task_programs import texts_of
 from puna.stages.executors import ranks
 from puna.stages.training import intervals
+from puna.stages.training.needs import serving_fits
 from puna.stages.training.serving import DealtEngine, load_served
 from puna.stages.training.train import heldout_prompts
 from puna.stages.verifiers.base import ScoringConfig, score_ending
@@ -96,7 +97,9 @@ def verifiers_of_tasks(inputs: Mapping[str, Sequence[Artifact | External]]) -> l
     return sorted({*symbols, *(symbol for name in names for symbol in kind_of(name).of_class())})
 
 
-@stage(kind="evaluation", ranks=True, named=verifiers_of_tasks)
+@stage(
+    kind="evaluation", ranks=True, needs=lambda config, facts: serving_fits(facts, config.serving.layout, "model"), named=verifiers_of_tasks
+)
 def benchmark(
     model: Model, tasks: list[External] | None, prompts: list[Prompts] | None, judges: list[Model] | None, overlaps: Evaluation | None,
     config: BenchmarkConfig, run: StageRun,

@@ -24,6 +24,7 @@ from puna.stages.training import bits_per_byte, intervals
 from puna.stages.training.bad_rows import BadRows, BadRowsConfig, Limit
 from puna.stages.training.bits_per_byte import NGrams, dictionary_bits
 from puna.stages.training.corpus import Chosen, rank
+from puna.stages.training.needs import serving_fits
 from puna.stages.training.serving import DealtEngine, load_served
 from puna.stages.training.train import heldout_prompts
 from puna.stages.training.turns import TurnsConfig, in_turns, to_score, with_tools
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 ALL = "all"
 WORD = re.compile(r"\w+")
 RUN = 3  # words per run, see `variety`
+STAGED = "pipeline stages can only generate; set serving.layout to data or tensor, or leave documents out"
 OWN_BITS = "document_bits_per_byte"
 """Metric of bits per byte with each page's end token, in half-overlapping windows; `benchmark` has the harness's `bits_per_byte`."""
 
@@ -88,6 +90,8 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
     def _context_fits(self) -> EvaluateConfig:
         if self.context is not None and self.context > self.micro_batch_tokens:
             raise ValueError(f"context {self.context} does not fit into micro_batch_tokens {self.micro_batch_tokens}")
+        if self.answers.turns > 1 and (self.answers.search is not None or self.serving.engine == "vllm"):
+            raise ValueError("answers.turns is untested with a search or vLLM; set answers.turns to 1")
         return self
 
     def reaches(self) -> list[tuple[str, str]]:
@@ -96,7 +100,9 @@ class EvaluateConfig(BadRowsConfig, SeededConfig):
 
 
 def needs(config: EvaluateConfig, facts: Facts) -> list[str]:
-    return [*config.serving.unmet("serving"), *config.answers.scoring.unmet("answers.scoring")]
+    staged = [STAGED] if config.serving.layout.pipeline > 1 and "documents" in facts.inputs else []
+    unmet = config.serving.unmet("serving") + config.answers.scoring.unmet("answers.scoring")
+    return [*unmet, *staged, *serving_fits(facts, config.serving.layout, "model")]
 
 
 @stage(kind="evaluation", ranks=True, needs=needs, named=verifiers_named)
@@ -122,7 +128,7 @@ def evaluate(
     if mixture is not None and documents is None:
         raise PunaError("evaluate: a mixture needs its documents; give both")
     if documents is not None and config.serving.layout.pipeline > 1:
-        raise PunaError("evaluate: pipeline stages can only generate; set serving.layout to data or tensor, or leave documents out")
+        raise PunaError(f"evaluate: {STAGED}")
     import torch
 
     from puna.models.formats.checkpoint import read_config
@@ -257,8 +263,6 @@ def _answers(
     from puna.models.generation import SamplingParams
 
     own = config.answers
-    if own.turns > 1 and (own.search is not None or ranks.count() > 1 or config.serving.engine == "vllm"):
-        raise PunaError("evaluate: answers.turns is untested with a search, several processes or vLLM; set answers.turns to 1")
     questions = [with_tools(row, own.tools) for row in _heldout_prompts(prompts, own.prompts_per_task, run.seed("prompts"))]
     bad = BadRows(config, "evaluate")
     within = Limit(context, "the model's max_position_embeddings", "the prompt with a token of the answer", "set serving.window")
@@ -278,8 +282,6 @@ def _answers(
         generate = in_turns(rows, inputs, tokenizer, own, Tools(own.scoring, run), "evaluate")
         completions = [row[0] for row in generate(engine, inputs, params, lambda done, total: run.progress(done, total, "answers"))]
         spent = sum(sum(completion.mask) for completion in completions)
-    elif ranks.count() > 1:
-        raise PunaError("evaluate: answers.search is untested with several processes; leave it out, or use one process")
     else:
         searches = search(engine, inputs, params, own.search, _chooser(config, rows, judges, run))
         completions, spent = [one.completion for one in searches], sum(one.tokens for one in searches)

@@ -138,10 +138,8 @@ def _growing(sizes: Sequence[Size], rows: Sequence[dict[str, Any]]) -> list[Size
         return bool(low / NEAR <= size.parameters / best["parameters"] <= high * NEAR)
 
     if not (following := [size for size in sizes if follows(size)]):
-        raise PunaError(
-            f"choose_size: no shape of the ladder's family fits the budget: up to width {WIDEST:,}, none grows with the budget "
-            f"(beyond {largest:.2e} operations) to the power of {GROWTH[0]} to {GROWTH[1]}; give a model, or a larger ladder"
-        )
+        raise PunaError(f"choose_size: no shape of the ladder's family fits the budget: up to width {WIDEST:,}, none grows with the budget "
+            f"(beyond {largest:.2e} operations) to the power of {GROWTH[0]} to {GROWTH[1]}; give a model, or a larger ladder")  # fmt: skip
     return following
 
 

@@ -83,10 +83,8 @@ def _learn(learn: Callable[[], Tokenizer], tokens: int, size: int, run: StageRun
         for name, text in cached_json(run.scratch / "fit-merges.json", learn_files).items():
             (run.folder / name).write_text(text, encoding="utf-8")
     if (count := load(str(run.folder)).vocab_size) < tokens:
-        raise PunaError(
-            f"the sample of {size} bytes gives only {count} tokens, not {tokens}; "
-            "give more documents, raise max_bytes or ask for fewer tokens"
-        )
+        raise PunaError(f"the sample of {size} bytes gives only {count} tokens, not {tokens}; "
+            "give more documents, raise max_bytes or ask for fewer tokens")  # fmt: skip
 
 
 def _sizes(part: Part, mixture: Artifact | None, seed: int, max_bytes: int) -> list[Ranked]:

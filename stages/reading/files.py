@@ -48,10 +48,8 @@ class Unpacking:
     def add(self, size: int, records: int = 0) -> None:
         self._bytes += size + RECORD_BYTES * records
         if self._bytes > max(FREE_BYTES, RATIO * self._packed):
-            raise PunaError(
-                f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more, like a decompression bomb. "
-                "If you trust the file, unpack it yourself and give the unpacked file, as JSON Lines or CSV"
-            )
+            raise PunaError(f"{self._name}: its {self._packed:,} bytes unpack to {self._bytes:,} and more, like a decompression bomb. "
+                "If you trust the file, unpack it yourself and give the unpacked file, as JSON Lines or CSV")  # fmt: skip
 
 
 class _Pieces(io.RawIOBase):

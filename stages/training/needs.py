@@ -16,10 +16,7 @@ from puna.stages.training.train import check_one_tokenizer, device
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
 
-HELD_BYTES = 4
-"""Bytes per frozen parameter."""
-GRADIENT_BYTES = 4
-"""Additional bytes per trained parameter, without the optimizer state."""
+HELD_BYTES, GRADIENT_BYTES = 4, 4  # bytes per frozen parameter; additional bytes per trained one, without the optimizer state
 TOKENIZER = "tokenizer_config.json"
 
 
@@ -35,10 +32,8 @@ def chat_template(facts: Facts, *inputs: str) -> list[str]:
         if TOKENIZER not in model.manifest.files:
             results.append(f"{model.id} has no tokenizer; import the model again from a folder that holds its tokenizer.json")
         elif "chat_template" not in json.loads(model.path(TOKENIZER).read_bytes()):
-            results.append(
-                f"{model.id} has no chat template, which is needed to render conversations; import the model with one, "
-                "for example --set chat_template=chatml"
-            )
+            results.append(f"{model.id} has no chat template, which is needed to render conversations; import the model with one, "
+                "for example --set chat_template=chatml")  # fmt: skip
     return results
 
 
@@ -94,6 +89,16 @@ def memory(
         f"{parameters / 1e9:,.2f} billion parameters need at least {needed / 1e9:,.1f} GB ({bytes_each} bytes each{where}), "
         f"but only {free / 1e9:,.1f} GB of memory are free; {remedy}"
     ]
+
+
+def serving_fits(facts: Facts, layout: Layout, name: str) -> list[str]:
+    """Return an error message if `layout`, the field `serving.layout`, does not fit this machine, or a model of input `name`."""
+    from puna.models.formats.checkpoint import read_config
+
+    models = models_of(facts, name) if layout.axes & CUT else []
+    if layout.axes & CUT and device().type != "cpu":
+        return [f"serving.layout = {layout}: on GPUs only data is supported (others are untested)"]
+    return [f"{one.id}: serving.{why}" for one in models if (why := layout.misfit(read_config(one.path())))]
 
 
 def training_memory(facts: Facts, name: str, optimizer: OptimizerSettings, method: str | None = None, **more: Any) -> list[str]:

@@ -120,10 +120,8 @@ def build_pools(
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:
-            raise PunaError(
-                f"category {group.name!r} has only one document, but needs one to train on and one to measure the loss on; "
-                f"lower {run.stage}.categories, so that small ones are grouped"
-            )
+            raise PunaError(f"category {group.name!r} has only one document, but needs one to train on and one to measure the loss on; "
+                f"lower {run.stage}.categories, so that small ones are grouped")  # fmt: skip
         bytes_needed = (sizes.heldout + sizes.document + sizes.training) * TEXT_PER_TOKEN
         last |= dict.fromkeys(group.members, (number, int(np.searchsorted(np.cumsum(group.amount.read), bytes_needed))))
     arguments = (mixture, last, str(tokenizer.path()), run.seed("order"), sizes.document)

@@ -34,10 +34,8 @@ def check_splits(artifacts: Sequence[Artifact]) -> None:
             where[split].setdefault(prompt, artifact.id)
     if both := sorted(set(where["train"]) & set(where["heldout"])):
         prompt = both[0]
-        raise PunaError(
-            f"prompt {prompt} is held out in {where['heldout'][prompt]} and trained on in {where['train'][prompt]}; "
-                "make both with the same seed and heldout_fraction"
-        )
+        raise PunaError(f"prompt {prompt} is held out in {where['heldout'][prompt]} and trained on in {where['train'][prompt]}; "
+            "make both with the same seed and heldout_fraction")  # fmt: skip
 
 
 def by_tier(row: dict[str, Any]) -> Tiers:

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 
-def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True if `serving` changes at most speculate, memory and layout, and there is no draft. Raise PunaError if several processes cannot
-    share the work."""
-    plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
-    if ranks.count() > 1 and not plain:
-        raise PunaError(f"{run.stage}: several processes are not supported (untested) with a draft, offload, a window, weights in 8 bits "
-            "or engine vllm: change only speculate and layout of `serving`, or run in one process")  # fmt: skip
-    if serving.layout.axes - {"data"} and device().type != "cpu":
-        raise PunaError(f"{run.stage}: serving.layout = {serving.layout}: on GPUs only data is supported (others are untested)")
-    return plain
-
-
 def load_served(
     artifact: Artifact, serving: ServingSettings, work: Work, run: StageRun, step_tokens: int | None = None,
     draft: Transformer | None = None,
@@ -38,21 +26,21 @@ def load_served(
     """Load a language model as configured by `serving`; return model, tokenizer and the engine's arguments.
 
     With offloading, a metric records the plan. `step_tokens`: longest pass outside the engine, in tokens. On a CPU, the engine is exact if
-    possible, so that no answer depends on its batch or process. Raise PunaError if several processes cannot share the work."""
+    possible, so that no answer depends on its batch or process. Raise PunaError if the model cannot have the layout."""
     from puna.kernels.exact import can_be_exact
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.parallel import parallel
 
-    plain = check_shared(serving, draft is not None, run)
+    plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and draft is None
     if serving.offload == "none":
         own: dict[str, Any] = {"exact": True} if plain and can_be_exact(frozen_dtype(), device()) else {}
         own |= {} if serving.memory is None else {"memory": int(serving.memory * 1e9)}
         model, tokenizer = load_model(artifact, "lm", frozen=True, layout=serving.layout)
         if serving.layout.axes - {"data"}:
-            try:
+            if device().type != "cpu":
+                raise PunaError(f"{run.stage}: serving.layout = {serving.layout}: on GPUs only data is supported (others are untested)")
+            with errors_at(f"{run.stage}: {artifact.id}: serving", ValueError):
                 own["held"] = held = parallel(model, serving.layout, ranks.mesh(serving.layout), device())
-            except ValueError as error:
-                raise PunaError(f"{run.stage}: {artifact.id}: serving.{error}") from error
             model = cast("Transformer", held.model)
         return model, tokenizer, own | serving.window_arguments
     with errors_at(artifact.id, ValueError):

@@ -160,10 +160,8 @@ class DpoConfig(AdaptableConfig):
             if self.loss == "sigmoid" and any(self.loss_parameters.values()):
                 raise ValueError("TRL's loss sigmoid has no parameters: set engine puna, or leave loss_parameters out")
             if self.method == "lora" and self.lora.initialization == "pissa":
-                raise ValueError(
-                    "TRL's reference is the policy without its adapters, which with pissa is not the policy at the start of "
-                    "training: set engine puna, or lora.initialization zero"
-                )
+                raise ValueError("TRL's reference is the policy without its adapters, which with pissa is not the policy at the start of "
+                    "training: set engine puna, or lora.initialization zero")  # fmt: skip
             if self.nll_weight and self.mask_format:
                 raise ValueError(
                     "TRL also leaves the tokens masked by mask_format out of the likelihood term: set mask_format false or nll_weight 0 "

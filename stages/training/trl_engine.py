@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 from puna.models.training.settings import TrainingSettings
 from puna.models.training.state import Saver, check_identity, load_state, save_state
 from puna.stages.contract import StageRun
-from puna.stages.executors import ranks
 from puna.stages.training.lora import ADAPTER, keeps, peft_config
 from puna.stages.training.rankings import all_pairs, pairs_of
 from puna.stages.training.settings import AdaptableConfig, DpoConfig, RewardModelConfig, SftConfig
@@ -153,9 +152,8 @@ class PreferenceCollator:
 def arguments(training: TrainingSettings, rows: int, run: StageRun) -> dict[str, Any]:
     import torch
 
-    if ranks.count() > 1 or torch.cuda.device_count() > 1:
-        raise PunaError(f"{run.stage}: engine trl trains in one process on one device, since further ones would enlarge the batch: "
-            "set engine to puna, leave out --processes, or set CUDA_VISIBLE_DEVICES to one device")  # fmt: skip
+    if torch.cuda.device_count() > 1:
+        raise PunaError(f"{run.stage}: engine trl needs one device, since others would enlarge the batch; set CUDA_VISIBLE_DEVICES to one")
     config = training.train_config(rows)
     optimizer, schedule, compute = config.optimizer, config.schedule, config.compute
     return {

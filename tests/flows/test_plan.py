@@ -269,9 +269,10 @@ def test_the_plan_of_answers_is_the_roofline_of_the_model_and_the_prompts(tmp_pa
     )
     assert (one["layout"], parts["layout"]) == ("one process", "pipeline 2 x data 2") and parts["answers_at_once"] == 30
     assert [one[name] / parts[name] for name in ("weight_bytes", "cache_bytes_per_token", "cache_bytes")] == [2.0, 2.0, 4.0]
-    for more, problem in ((["--gpu", "H100"], "proved only on CPUs"), ([], "num_key_value_heads is 1, which it must divide")):
+    misfit = "num_key_value_heads is 1, which it must divide"
+    for more, layout, problem in ((["--gpu", "H100"], "pipeline", "proved only on CPUs"), (["--gpu", "H100"], "tensor", misfit), ([], "tensor", misfit)):
         with pytest.raises(PunaError, match=problem):
-            CliRunner().invoke(app, [*words, *more, "--set", "serving.layout={tensor: 2}"], catch_exceptions=False)
+            CliRunner().invoke(app, [*words, *more, "--set", f"serving.layout={{{layout}: 2}}"], catch_exceptions=False)
 
 
 def test_a_plan_with_tasks_counts_whole_weights_and_needs_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

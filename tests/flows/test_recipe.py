@@ -464,6 +464,9 @@ def test_a_change_reaches_a_nested_field_and_a_member_of_a_list() -> None:
         ("pretrain.phases=[{stpes: 3}]", "pretrain.phases.0.stpes: no such field; did you mean steps"),
         ("pretrain.phases.4.steps=3", "4 is not an index of a list of 1"),
         ("url_filter.x=1", "url_filter.x: no such field; there are "),
+        ("dpo.compute={}", r"dpo.compute: no such field; did you mean training.compute\?"),
+        ("pretrain.rows_per_step=3", r"pretrain.rows_per_step: no such field; did you mean phases.0.rows_per_step\?"),
+        ("rows_per_step=3", r"rows_per_step: no such field; did you mean .*pretrain.phases.0.rows_per_step"),
         ("line_dedup.max_occurrences=0", "line_dedup.max_occurrences: .*greater than or equal to 1"),
         ("line_dedup=[{max_occurrences: 0}]", "line_dedup.0.max_occurrences: .*greater than or equal to 1"),
         ("line_dedup=3", "line_dedup: is not a group of fields; write"),
@@ -547,6 +550,23 @@ def test_values_are_yaml() -> None:
     overridden(values, "a.c=[1, 2]")
     overridden(values, "d=null")
     assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
+
+
+def test_a_string_takes_the_text_that_was_written() -> None:
+    verifier = '{"name":"regex","pattern":"[aeiou]"}'
+    kind = load_stages()["import_prompts"]
+    assert launch.stage_config(kind, None, [f"verifier={verifier}"]).verifier == verifier  # type: ignore[attr-defined]
+    assert launch.stage_config(kind, None, ["import_prompts.verifier=012"]).verifier == "012"  # type: ignore[attr-defined]
+    assert launch.stage_config(kind, None, ['verifier="012"']).verifier == "012"  # type: ignore[attr-defined]
+    with pytest.raises(PunaError, match="heldout_fraction: .*valid number"):
+        launch.stage_config(kind, None, ["heldout_fraction={a: 1}"])
+    assert config_of(load("demo", ["pretrain.phases.0.name=[3]"]), "pretrain").phases[0].name == "[3]"
+
+
+def test_a_group_s_own_error_does_not_repeat_the_group() -> None:
+    with pytest.raises(PunaError) as error:
+        load("demo", ["dpo.training.compute.layout={data: 2, shard: 2, tensor: 2, pipeline: 2}"])
+    assert str(error.value).endswith("or of data, shard, expert")
 
 
 def test_a_group_given_by_set_is_laid_on_the_recipes_own() -> None:

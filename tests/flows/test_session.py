@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from pydantic import Field
 
 from puna.flows.engine.console import Console
+from puna.flows.engine.plan import plan_stage
 from puna.flows.engine.session import session
 from puna.flows.report import place, write
-from puna.stages.contract import Outcome
+from puna.stages.contract import Outcome, StageConfig, StageRun, stage
 from puna.stages.curate.heuristics import HeuristicsConfig, heuristics
 from puna.stages.prompts.prompts import PromptsConfig, Task, prompts
 from puna.storage import Identity, PunaError, Store
@@ -55,6 +58,42 @@ def test_the_page_of_a_run_that_made_something_is_written_by_a_worker(tmp_path: 
         now.perform(prompts, PromptsConfig(tasks=(Task(task="gcd"),), train=2, heldout=0, draws=20), {}, "prompts")
     content = store.files.read(place(now.run))
     assert content.startswith(b"<!doctype html>") and now.run.encode() in content
+
+
+class ResumedConfig(StageConfig):
+    phases: tuple[dict[str, int], ...] = Field((), description="Phases")
+
+
+@stage(kind="documents")
+def resumed(config: ResumedConfig, run: StageRun) -> None:
+    """Fail once in the second phase, with saved work."""
+    if len(config.phases) > 1 and not (saved := run.scratch / "fit-1.json").exists():
+        saved.write_text("{}")
+        raise PunaError("stopped")
+    row = {"id": "a", "url": "https://example.org", "fetched_at": datetime(2024, 1, 1, tzinfo=UTC), "source": "web", "title": None, "text": "x"}
+    run.write(pa.Table.from_pylist([row], schema=table_schema("documents").schema))
+
+
+def test_a_step_with_saved_work_goes_on_and_names_no_other_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, out = Store.open(tmp_path), list[str]()
+    for phases in (({"steps": 40},), ({"steps": 60},), ({"steps": 60}, {"steps": 1}), ({"steps": 60}, {"steps": 1})):
+        config, before = ResumedConfig(phases=phases), planned_reason(store, phases)
+        with suppress(PunaError), session(store, flow="curate", workers=1) as now:
+            now.perform(resumed, config, {}, "resumed")
+        told = capsys.readouterr()
+        out.append(" ".join((told.out + told.err).split()))
+        assert before in out[-1]
+    assert "runs again" not in out[0] and "resumed runs again: config phases.0.steps: 40 → 60" in out[1]
+    assert "resumed runs again: config phases.1: None → {'steps': 1}" in out[2]
+    assert "resumed goes on: 1 fit is saved" in out[3] and "runs again" not in out[3]
+
+
+def planned_reason(store: Store, phases: tuple[dict[str, int], ...]) -> str:
+    """Return the reason that a plan gives, and check that the plan makes no folder."""
+    folders = sorted(store.root.rglob("work/*"))
+    why = plan_stage(resumed, ResumedConfig(phases=phases), {}, store).why
+    assert sorted(store.root.rglob("work/*")) == folders
+    return "" if why == "never ran" else why
 
 
 def test_the_first_run_on_a_processor_says_what_it_compiles(

@@ -39,7 +39,11 @@ def test_a_row_proves_what_a_layout_does_not_refuse(axes: frozenset[str]):
 @pytest.mark.parametrize("name, axis", [(name, axis) for name, axes in UNPROVED.items() for axis in AXES if axis in axes])
 def test_settings_that_no_row_has_are_refused_by_name(name: str, axis: str):
     layout = Layout(**{axis: 2})
-    assert layout.refusal("cpu", **{name: 1}) == f"the layout {layout} is proved only without {name}: leave {name} out, or change the layout"
+    remedy = {
+        "nf4": "set lora.quantization to none, or change the layout", "dora": "set lora.dora to false, or change the layout",
+        "dropout": "set lora.dropout to 0, or use one process", "neftune_alpha": "set neftune_alpha to 0, or use one process",
+    }[name]  # fmt: skip
+    assert layout.refusal("cpu", **{name: 1}) == f"the layout {layout} is proved only without {name}: {remedy}"
     assert layout.refusal("cpu", **{name: 0}) is None
 
 
@@ -109,7 +113,7 @@ def test_the_comparison_in_bf16_sees_faults(ranks: Run, fault: str, layout: dict
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
     ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"shard": 2}, "variant": "nf4"}, "only without nf4"),
     ({"layout": {"expert": 2}}, "has no experts"),
-    ({"layout": INTERLEAVED, "size": (3, 2)}, "the model has 3 layers only, for 4 stages"),
+    ({"layout": INTERLEAVED, "size": (3, 2)}, "the model has 3 layers only, for 4 stages; set 3 stages or fewer"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_no_test_proves_is_refused_by_name(ranks: Run, given: dict[str, object], problem: str):
     for message in ranks("refusal", Layout(**given["layout"]).processes, **{"objective": "sft"} | given):

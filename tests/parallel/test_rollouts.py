@@ -157,11 +157,16 @@ def test_a_killed_rank_that_samples_starts_all_again_with_the_same_weights(ranks
 
 
 def test_what_no_test_proves_is_refused() -> None:
-    with pytest.raises(ValueError, match="no test proves training by data 2 x shard 2 beside ranks that sample"):
+    with pytest.raises(ValueError, match="training by data 2 x shard 2 beside ranks that sample: set one axis, or generate to 0"):
         GrpoSettings(generate=1, compute={"layout": {"data": 2, "shard": 2}})
     with pytest.raises(PunaError, match="grpo: generate = 1 needs at least 2 processes; start with --processes"):
         check(grpo, GrpoConfig(generate=1))
     with pytest.raises(ValueError, match="generate 3 is not a multiple of generate_tensor 2 processes"):
         GrpoSettings(generate=3, generate_tensor=2)
+    with pytest.raises(ValueError, match="generate_tensor 2 has no effect without generate: set generate to a multiple of it"):
+        GrpoSettings(generate_tensor=2)
+    for precision in ("bf16", "fastest"):
+        with pytest.raises(ValueError, match="generate_tensor 2 is proved only in fp32: set compute.precision to fp32"):
+            GrpoSettings(generate=2, generate_tensor=2, compute={"precision": precision})
     with pytest.raises(ValueError, match="generate = 1 needs 2 processes at least, and 1 run"):
         Groups(generate=1)

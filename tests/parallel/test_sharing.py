@@ -8,19 +8,18 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from puna.models.serving import ServingSettings
+from puna.flows.engine.preflight import check_stage
+from puna.flows.engine.trace import load_stages
 from puna.stages.align import sample
-from puna.stages.contract import External, execute
+from puna.stages.contract import External, execute, rank_jobs
 from puna.stages.contract.declaration import REGISTRY
 from puna.stages.conversations import asking
 from puna.stages.evaluation import benchmark, evaluate
-from puna.stages.training.serving import check_shared
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 from tests.stages.evaluation.conftest import model, store, task  # noqa: F401 (fixtures)
@@ -96,11 +95,43 @@ def test_eight_processes_write_the_rows_of_one(
         assert tables(shared) == tables(one) and metrics[0] == metrics[1]
 
 
-def test_what_no_test_proves_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Any = SimpleNamespace(stage="sample")
-    assert check_shared(ServingSettings(speculate=3), False, run) and not check_shared(ServingSettings(weights="int8"), False, run)
+SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    *((name, {"serving": {"weights": "int8"}}, "serving.weights") for name in CONFIGS), ("sample", {"serving": {"window": 32}}, "serving.window"),
+    ("sample", {"serving": {"offload": "disk"}}, "serving.offload"), ("sample", {"serving": {"engine": "vllm"}}, "serving.engine"),
+    ("sample", {"endpoints": [{"base_url": "http://localhost:1/v1", "model": "other"}]}, "endpoints"),
+    ("evaluate", {"answers": {"turns": 2}}, "answers.turns"), ("evaluate", {"answers": {"temperature": 1, "search": {"n": 2}}}, "answers.search"),
+    ("grpo", {"turns": 2}, "turns"), ("ppo", {"engine": "vllm"}, "engine"), ("sft", {"engine": "trl"}, "engine"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings", "problem"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
+def test_settings_that_no_test_proves_are_refused_before_any_rank_computes(
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], problem: str
+) -> None:
+    stage = load_stages()[name]
+    config = stage.config.model_validate(settings)
+    rank_jobs.check(stage, config)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert check_shared(ServingSettings(), False, run)
-    for serving, drafted in ((ServingSettings(weights="int8"), False), (ServingSettings(window=32), False), (ServingSettings(), True)):
-        with pytest.raises(PunaError, match=r"sample: several processes are not supported \(untested\) with a draft"):
-            check_shared(serving, drafted, run)
+    assert rank_jobs.misfits(stage, config) == [f"{problem} is untested with several processes: leave it out, or use one process"]
+    rank_jobs.check(stage, stage.config())
+
+
+def test_a_draft_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stage = REGISTRY["sample"]
+    rank_jobs.check(stage, stage.config.model_validate({"serving": {"speculate": 3, "memory": 1}}), ["models"])
+    with pytest.raises(PunaError, match="sample: the input draft is untested with several processes"):
+        rank_jobs.check(stage, stage.config(), ["models", "draft"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layout_that_the_model_cannot_have_is_refused_before_any_rank_computes(
+    monkeypatch: pytest.MonkeyPatch, store: Store, model: Callable[..., Artifact], task: Callable[..., External], name: str  # noqa: F811
+) -> None:
+    network, stage = model(3, groups=2), REGISTRY[name]
+    tasks = task([{"q": "a", "o": ["a", "b"], "a": 0}], output_type="multiple_choice", doc_to_text="{{q}}", doc_to_choice="{{o}}", doc_to_target="a")
+    given = inputs(store, network, tasks)[name]
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    config = stage.config.model_validate({"serving": {"layout": {"tensor": 3}}})
+    with pytest.raises(PunaError, match=rf"^{name}: .*{network.id}: serving.layout.tensor = 3: num_attention_heads is 2, which it must divide"):
+        check_stage(stage, config, given, store)

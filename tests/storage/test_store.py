@@ -452,6 +452,10 @@ def test_changes_are_named_field_by_field() -> None:
     found = changes(manifest(), manifest(config={"a": {"b": 2}}, code={"f": "2", "g": "1"}, code_version="e"))
     assert [str(c) for c in found] == ["config a.b: 1 → 2", "code f changed", "code g new"]
     assert changes(manifest(), manifest(key="other", created_at="later")) == []
+    phases = [{"name": "initial", "text": "x" * 80, "steps": 40}, {"name": "last", "steps": 2}]
+    before, longer = manifest(config={"phases": phases}), manifest(config={"phases": [phases[0] | {"steps": 60}, phases[1], {"steps": 3}]})
+    assert [str(c) for c in changes(before, longer)] == ["config phases.0.steps: 40 → 60", "config phases.2: None → {'steps': 3}"]
+    assert str(changes(longer, manifest(config={"phases": 3}))[0]).startswith("config phases: [{'name': 'initial'")
 
 
 def test_a_changed_input_is_named_by_its_id() -> None:

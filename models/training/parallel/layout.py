@@ -24,6 +24,7 @@ CUT = frozenset(AXES) - {"data"}
 BUCKET = 1 << 23  # elements at which a bucket of tensors is full: few large exchanges are faster than many small ones
 UNPROVED = {"nf4": CUT, "dora": frozenset({"tensor"}), "dropout": frozenset(AXES), "neftune_alpha": frozenset(AXES)}
 """Setting → the axes with which no test proves it."""
+OFF = {"nf4": "lora.quantization to none", "dora": "lora.dora to false", "dropout": "lora.dropout to 0"}  # what leaves it out; else 0
 
 
 class Layout(Settings):
@@ -76,8 +77,8 @@ class Layout(Settings):
     def _unproved(self) -> str | None:
         if not self.axes or self.axes in PROVED:
             return None
-        able = f"proved are up to three of {', '.join(DENSE)}, or of {', '.join(READERS)}"
-        return f"no test proves the layout {self} equal to one process; {able}"
+        able = f"choose up to three of {', '.join(DENSE)}, or of {', '.join(READERS)}"
+        return f"no test proves the layout {self} equal to one process: {able}"
 
     @property
     def repeats(self) -> bool:
@@ -104,7 +105,8 @@ class Layout(Settings):
         if self.context > 1 and device != "cpu":
             return "layout.context is proved only on CPUs: attention on a GPU cannot compute only some tokens of a forest yet"
         name = next((name for name, value in used.items() if value and self.axes & UNPROVED[name]), None)
-        return name and f"the layout {self} is proved only without {name}: leave {name} out, or change the layout"
+        other = "use one process" if name and len(UNPROVED[name]) == len(AXES) else "change the layout"
+        return name and f"the layout {self} is proved only without {name}: set {OFF.get(name, f'{name} to 0')}, or {other}"
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "one process"
@@ -113,27 +115,28 @@ class Layout(Settings):
 
 def _tensor(config: ModelConfig, size: int) -> str | None:
     if config.moe is not None or config.mla is not None:
-        return "a model with experts or latent attention cannot be split by matrices"
+        return "a model with experts or latent attention cannot be split by matrices; choose another axis"
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (count := getattr(config, name)) % size:
             return f"{name} is {count}, which it must divide"
     step = -(-config.vocab_size // size)
-    return None if config.vocab_size > (size - 1) * step else f"the vocabulary has {config.vocab_size} tokens only"
+    return None if config.vocab_size > (size - 1) * step else f"the vocabulary has {config.vocab_size} tokens only; choose a smaller size"
 
 
 def _context(config: ModelConfig, size: int) -> str | None:
-    return "a model with experts has a loss over all tokens of a micro-batch" if config.moe is not None else None
+    return "a model with experts has a loss over all tokens of a micro-batch; choose data, shard or expert" if config.moe else None
 
 
 def _pipeline(config: ModelConfig, stages: int) -> str | None:
     if config.moe is not None:
-        return "a model with experts has a loss in each layer, which stages do not add up"
-    return None if config.num_hidden_layers >= stages else f"the model has {config.num_hidden_layers} layers only, for {stages} stages"
+        return "a model with experts has a loss in each layer, which stages do not add up; choose data, shard or expert"
+    layers = config.num_hidden_layers
+    return None if layers >= stages else f"the model has {layers} layers only, for {stages} stages; set {layers} stages or fewer"
 
 
 def _expert(config: ModelConfig, size: int) -> str | None:
     if config.moe is None:
-        return "the model has no experts"
+        return "the model has no experts; choose another axis"
     return f"the model has {config.moe.num_experts} experts, which it must divide" if config.moe.num_experts % size else None
 
 

@@ -176,11 +176,11 @@ def test_dpo_engines_agree_without_what_trl_cannot_do(tmp_path: Path, tiny_model
     assert first["loss"] == pytest.approx(math.log(2) + 0.2 * first["nll"], rel=1e-4)
 
 
-def test_trl_is_refused_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process would take a whole batch, so that a step had several batches."""
+def test_trl_is_refused_on_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device would take a whole batch, so that a step had several batches."""
     store = Store.open(tmp_path)
-    monkeypatch.setattr(trl_engine.ranks, "count", lambda: 2)
-    with store.work("0" * 64) as work, pytest.raises(PunaError, match="engine trl trains in one process on one device"):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with store.work("0" * 64) as work, pytest.raises(PunaError, match="engine trl needs one device, since others would enlarge the batch"):
         trl_engine.arguments(TrainingSettings(), 8, StageRun("sft", "model", SftConfig(), work))
 
 

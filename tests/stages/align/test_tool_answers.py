@@ -17,7 +17,7 @@ from puna.stages.contract import execute
 from puna.stages.conversations import asking, messages_of, tools_of
 from puna.stages.evaluation.evaluate import EvaluateConfig, evaluate
 from puna.stages.training.train import render_conversation
-from puna.storage import Artifact, PunaError, Store
+from puna.storage import Artifact, Store
 from tests.stages.align.test_synthesize import asked
 
 Tiny = Callable[..., Artifact]
@@ -117,8 +117,8 @@ def test_what_is_evaluated_may_call_tools(tmp_path: Path, tiny_model: Tiny, scri
         config = EvaluateConfig(answers={"max_tokens": 200, **tools})
         rows = execute(evaluate, config, given, store).read().to_pylist()
         assert {row["value"] for row in rows if row["metric"] == "accuracy"} == {right}
-    with pytest.raises(PunaError, match="evaluate: answers.turns is untested with a search"):
-        execute(evaluate, EvaluateConfig(answers={**TOOLS, "temperature": 1, "search": {"n": 2}}), given, store)
+    with pytest.raises(ValueError, match="answers.turns is untested with a search or vLLM; set answers.turns to 1"):
+        EvaluateConfig(answers={**TOOLS, "temperature": 1, "search": {"n": 2}})
 
 
 @pytest.mark.parametrize("wrong", [{"problems": "maths"}, {"endpoint": {"base_url": "http://localhost:1/v1", "model": "other"}}])

@@ -124,12 +124,12 @@ def test_one_turn_is_as_if_nothing_replied(tmp_path: Path, tiny_model: Tiny) -> 
     assert tables[0].equals(tables[1]) and set(tables[0]["turns"].to_pylist()) == {1}
 
 
-def test_several_processes_are_refused(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_refused_before_they_compute(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path)
     given = {"policy": tiny_model(store), "prompts": asked(store, to_text("guess", number=3))}
-    with monkeypatch.context() as patched, pytest.raises(PunaError, match="is not supported with several processes"):
-        patched.setattr("puna.stages.align.reinforcement.ranks.count", lambda: 2)
-        grpo.function(given["policy"], None, given["prompts"], None, GrpoConfig(**SETTINGS), None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PunaError, match="grpo: turns is untested with several processes: leave it out, or use one process"):
+        execute(grpo, GrpoConfig(**SETTINGS), given, store)
 
 
 def test_what_cannot_reply_is_refused_before_anything_runs(tmp_path: Path, tiny_model: Tiny) -> None:
