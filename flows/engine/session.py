@@ -227,11 +227,16 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise Interrupted if number == signal.SIGINT else SystemExit(128 + number)
 
 
+def _announce() -> None:
+    with contextlib.suppress(OSError):  # of a closed terminal
+        os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
+
+
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM stop the run, inside the `with` block, unless they have other handlers. A training step in progress is
     finished first. Dropped interrupts are sent again."""
-    training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
+    training_state.announce = _announce
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, _stop) for number, one in usual.items() if main and signal.getsignal(number) is one}

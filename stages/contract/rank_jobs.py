@@ -68,8 +68,8 @@ def check(stage: Stage, config: StageConfig) -> None:
 
 def idle(name: str, stages: Iterable[Stage]) -> list[str]:
     """Return an error message if several processes run and none of the `stages` of a run can be divided among them."""
-    alone = ranks.count() > 1 and not any(stage.ranks for stage in stages)
-    return [f"{name} runs in one process, and {ranks.count()} were asked for: leave --processes or torchrun out"] if alone else []
+    line = f"{name} runs in one process, and {ranks.count()} were asked for: leave --processes or torchrun out"
+    return [] if ranks.count() == 1 or any(stage.ranks for stage in stages) else [line]
 
 
 def misfits(stage: Stage, config: StageConfig) -> list[str]:

@@ -225,8 +225,8 @@ def _say(text: str) -> None:
 def start(command: Sequence[str], processes: int) -> int:
     """Run a command in `processes` processes on this machine, like torchrun, and return an exit status.
 
-    If a signal kills one process, all are killed and restarted, at most `RESTARTS` times. Ctrl-C, SIGTERM and SIGHUP stop rank 0, which saves
-    its state; a second one ends all after `LAST_WORDS`. Only rank 0 has stdin and stdout; all ranks have stderr."""
+    If a signal kills one process, all are killed and restarted, at most `RESTARTS` times. Ctrl-C, SIGTERM and SIGHUP stop rank 0, which
+    saves its state; a second one ends all after `LAST_WORDS`. Only rank 0 has stdin and stdout; all ranks have stderr."""
     for attempt in range(RESTARTS + 1):
         status = _attempt(command, processes, attempt)
         if status >= 0:
