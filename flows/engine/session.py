@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from puna.flows.engine.console import Console, tee_stderr
@@ -218,8 +218,8 @@ def _compile_mark(stage: Stage) -> Path | None:
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, which is sent again if it is dropped, as Python drops errors in callbacks of imports and of the garbage collector."""
 
-    def __del__(self) -> None:
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    def __del__(self, state: ModuleType = training_state) -> None:
+        if state.announce is not None:  # inside `ended_in_order`
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
@@ -242,8 +242,8 @@ def ended_in_order() -> Iterator[None]:
     before = {number: signal.signal(number, _stop) for number, one in usual.items() if main and signal.getsignal(number) is one}
     try:
         yield
-    except Interrupted as error:
-        raise KeyboardInterrupt from error
+    except Interrupted:
+        raise KeyboardInterrupt from None
     finally:
         training_state.announce = None
         for number, handler in before.items():
