@@ -197,12 +197,12 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
         except SystemExit as error:  # rank 0 says that the run was stopped
             raise SystemExit(1) from error
         except Exception as error:
-            gone = mesh.is_of_exchange(error)
+            gone = isinstance(error, RuntimeError) and mesh.is_of_exchange(error)
+            time.sleep(LAST_WORDS * gone)  # rank 0's own error is more informative
             words = f"rank {os.environ['RANK']}: {GONE if gone else f'{type(error).__name__}: {error}'}"
+            print(words, file=sys.stderr)
             with contextlib.suppress(RuntimeError):
                 mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
-            time.sleep(LAST_WORDS * (gone or mesh.is_of_exchange(error.__cause__)))  # rank 0's own error is more informative
-            print(words, file=sys.stderr)
             time.sleep(LAST_WORDS)
             raise SystemExit(1) from error
 

@@ -264,7 +264,7 @@ from pathlib import Path
 from puna.stages.executors import ranks
 Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 if os.environ["RANK"] == "2":
-    time.sleep(60)
+    time.sleep(300)
 ranks.join()
 """
 
@@ -277,7 +277,7 @@ signal.signal(signal.SIGINT, lambda *_: None)
 signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
 ranks.join()
 Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
-until = time.monotonic() + 60
+until = time.monotonic() + 300
 while not heard and time.monotonic() < until:
     time.sleep(0.05)
 time.sleep(1)

@@ -86,9 +86,9 @@ def _attempt(store: Any, rank: int, world: int) -> str:
     return own
 
 
-def is_of_exchange(error: BaseException | None) -> bool:
+def is_of_exchange(error: RuntimeError) -> bool:
     """True if an error comes from an exchange between ranks. Gloo's errors have no class of their own, but name its source files."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 class Mesh:
