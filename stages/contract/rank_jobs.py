@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +64,12 @@ def check(stage: Stage, config: StageConfig) -> None:
     """Raise PunaError if the layouts and `generate` in `config` do not fit the number of processes."""
     if lines := misfits(stage, config):
         raise PunaError(f"{stage.name}: {lines[0]}")
+
+
+def idle(name: str, stages: Iterable[Stage]) -> list[str]:
+    """Return an error message if several processes run and none of the `stages` of a run can be divided among them."""
+    line = f"{name} runs in one process, and {ranks.count()} were asked for: leave --processes or torchrun out"
+    return [] if ranks.count() == 1 or any(stage.ranks for stage in stages) else [line]
 
 
 def misfits(stage: Stage, config: StageConfig) -> list[str]:
