@@ -172,8 +172,7 @@ def accept(
     new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what the current code would make)")] = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Declare that a change of code changes no results. Runs then reuse OLD instead of computing NEW (default: the artifact of the current
-    code)."""
+    """Declare that a change of code changes no results. Runs then reuse OLD instead of computing NEW (default: the current code's)."""
     from puna.storage.explain import changes
 
     opened = Store.existing(store, project)

@@ -16,10 +16,8 @@ from puna.stages.training.train import check_one_tokenizer, device
 from puna.stages.training.vocabulary import tokenizer_of
 from puna.storage import Artifact, PunaError
 
-HELD_BYTES = 4
-"""Bytes per frozen parameter."""
-GRADIENT_BYTES = 4
-"""Additional bytes per trained parameter, without the optimizer state."""
+HELD_BYTES = 4  # bytes per frozen parameter
+GRADIENT_BYTES = 4  # additional bytes per trained parameter, without the optimizer state
 TOKENIZER = "tokenizer_config.json"
 
 
