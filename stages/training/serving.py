@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_shared(serving: ServingSettings, drafted: bool, run: StageRun) -> bool:
-    """True if `serving` sets at most speculate, memory and layout, and there is no draft. Raise PunaError if processes cannot share it."""
+    """True if `serving` sets at most speculate, memory, layout, and there is no draft. Raise PunaError if processes cannot share it."""
     plain = serving.replace(speculate=0, memory=None, layout={}) == type(serving)() and not drafted
     if ranks.count() > 1 and not plain:
         raise PunaError(f"{run.stage}: several processes are not supported (untested) with a draft, offload, a window, weights in 8 bits "
