@@ -184,7 +184,6 @@ differentiable(_cross_entropy, _backward_cross_entropy, _setup_cross_entropy)
 def linear_cross_entropy(x_ND: Tensor, w_VD: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Return sum_i weights[i] * -log softmax(x w^T)[i, targets[i]], a scalar in nats, at least fp32.
 
-    `targets` [N] int64 in [0, V); `weights` [N] include the denominator: all are 1 / N for a mean. Differentiable once in x, w and weights.
-    """
+    `targets` [N] int64 in [0, V); `weights` [N] include the denominator: 1 / N for a mean. Differentiable once in x, w and weights."""
     graph = torch.is_grad_enabled()
     return _cross_entropy(x_ND, w_VD, targets, weights, graph and x_ND.requires_grad, graph and w_VD.requires_grad)[0]  # type: ignore[no-any-return]

@@ -25,10 +25,8 @@ from puna.stages.contract import StageConfig, StageRun
 from puna.storage import PunaError
 
 EXCHANGES = "exchanges"
-REFUSED = frozenset((400, 413, 422))
-"""HTTP statuses by which a server rejects a request because of its content."""
-PASSING = frozenset((408, 409, 425, 429))
-"""HTTP statuses, in addition to 5xx, after which a request is retried."""
+REFUSED = frozenset((400, 413, 422))  # HTTP statuses by which a server rejects a request because of its content
+PASSING = frozenset((408, 409, 425, 429))  # HTTP statuses, in addition to 5xx, after which a request is retried
 LONGEST_WAIT = 120.0  # maximum seconds between two tries
 REPLY_BYTES = 16 << 20
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)

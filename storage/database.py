@@ -1,8 +1,7 @@
 """The file `puna.duckdb` of a store, with views of all artifacts for any DuckDB client that opens it read-only.
 
 The file has views and small tables, but no rows of artifacts. If artifacts, aliases or runs have changed, `write` replaces the file. So
-readers never wait, and an open file stays as it was. The views use the store's address; `set variable store = '/elsewhere/'` overrides
-it."""
+readers never wait, and an open file stays as it was. Views use the store's address; `set variable store = '/elsewhere/'` overrides it."""
 
 from __future__ import annotations
 

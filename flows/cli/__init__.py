@@ -6,6 +6,8 @@ import atexit
 import os
 import sys
 
+# Ctrl-C during the imports of commands ends the program without a traceback.
+sys.excepthook = lambda kind, *error: None if issubclass(kind, KeyboardInterrupt) else sys.__excepthook__(kind, *error)
 status: list[int] = []
 """Statuses of the program `puna`, of which the last is the one that it ends with; empty in other programs."""
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import ModuleType
@@ -141,12 +141,18 @@ def list_(
     print_rows(rows, False, ["id", "stage", "rows", "created at", "aliases", *(["suspect"] if suspects else [])])
 
 
-def leads(processes: int, modules: list[str] | None = None) -> bool:
-    """Return True in rank 0, which runs the command. Other ranks join each distributed stage until rank 0 ends, then return False.
-    If `processes` > 1 and the ranks are not started yet, start them and exit with their status. The tasks of a Slurm step are ranks."""
+def leads(processes: int, modules: list[str] | None = None, check: Callable[[Callable[[], None]], object] = lambda start: start()) -> bool:
+    """Return True in rank 0, which runs the command. Other ranks join each distributed stage until rank 0 ends, then return False. If
+    `processes` > 1 and no ranks run, `check` starts them, and their status ends this process. The tasks of a Slurm step are ranks."""
+
+    def start() -> None:
+        raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
+
     os.environ.update(ranks.slurm())
     if processes > 1 and ranks.count() == 1:
-        raise typer.Exit(ranks.start([sys.executable, "-m", "puna.flows.cli.main", *sys.argv[1:]], processes))
+        os.environ["WORLD_SIZE"] = str(processes)  # for the checks
+        import_modules(modules)
+        check(start)
     if processes not in (1, ranks.count()):
         raise PunaError(f"--processes {processes}: {ranks.count()} processes run already (WORLD_SIZE, of torchrun or srun); leave it out")
     ranks.join()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,18 +47,18 @@ def run(
     processes: RanksOption = 1, as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Run a flow or a single stage; existing artifacts are reused."""
-    if not leads(processes, modules):
-        return
     opened = Store.open(store)
     prepare(opened.root)
     from puna.flows.engine import launch
     from puna.flows.engine.inputs import alias_of, column_changes
 
-    import_modules(modules)
     fields = (*column_changes(columns or (), "ingest"), *(changes or ()))
     alias = None if name is None else alias_of(name)
-    launch.run(launch.Request(what, recipe, fields, tuple(inputs or ()), workers, executor, as_json, alias, project or ""), opened)
-    ranks.finish()
+    request = launch.Request(what, recipe, fields, tuple(inputs or ()), workers, executor, as_json, alias, project or "")
+    if leads(processes, modules, lambda start: launch.run(replace(request, begin=start), opened)):
+        import_modules(modules)
+        launch.run(request, opened)
+        ranks.finish()
 
 
 @app.command()
@@ -172,8 +172,7 @@ def accept(
     new: Annotated[str | None, typer.Argument(help="The artifact made by the new code (default: what the current code would make)")] = None,
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None, modules: ModuleOption = None,
 ) -> None:  # fmt: skip
-    """Declare that a change of code changes no results. Runs then reuse OLD instead of computing NEW (default: the artifact of the current
-    code)."""
+    """Declare that a change of code changes no results. Runs then reuse OLD instead of computing NEW (default: the current code's)."""
     from puna.storage.explain import changes
 
     opened = Store.existing(store, project)
@@ -221,8 +220,9 @@ def main() -> None:
             app()
         except PunaError as error:
             fail(str(error))
-    except SystemExit as error:
-        status.append(error.code if isinstance(error.code, int) else int(error.code is not None))
+    except (SystemExit, KeyboardInterrupt) as error:
+        code = getattr(error, "code", 130)
+        status.append(code if isinstance(code, int) else int(code is not None))
         raise
 
 

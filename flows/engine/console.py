@@ -81,8 +81,9 @@ class Console:
             self._bar.remove_task(self._tasks.pop(step))
 
     def fail_step(self, step: str) -> None:
-        self.remove_bar(step)
-        self.say(f"{escape(step):24s} [red]not finished[/]", styled=True)
+        with contextlib.suppress(OSError):  # of a closed terminal; it must not replace the step's own error
+            self.remove_bar(step)
+            self.say(f"{escape(step):24s} [red]not finished[/]", styled=True)
 
     def finish_step(self, step: str, outcome: Outcome) -> None:
         self.remove_bar(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from puna.flows.engine.defaults import DEFAULT_RECIPE, DEFAULT_STORE
 from puna.flows.engine.inputs import RunInputs, existing_sample, given_items, parse_inputs, reads_sample, sample_folder
 from puna.flows.engine.perform import Performer
 from puna.flows.engine.recipe import Recipe, as_yaml, overridden, project_change, read_values
-from puna.flows.engine.session import Session, session
+from puna.flows.engine.session import Session, ended_in_order, session
 from puna.flows.engine.trace import load, load_flows, load_stages, trace
 from puna.flows.server.client import named_server
 from puna.models.settings import takes_text
@@ -34,7 +34,7 @@ YOUNG = 20_000  # threshold of the garbage collector's youngest generation; larg
 @dataclass(frozen=True)
 class Request:
     """A request for a run: a flow or a stage by name, a recipe with changes, inputs as texts, an alias for a stage's artifact. `project`: a
-    project of the store; empty: the recipe's project."""
+    project of the store; empty: the recipe's project. `begin`: called when everything is checked, before the first step."""
 
     what: str
     recipe: str | None = None
@@ -45,6 +45,7 @@ class Request:
     json: bool = False
     alias: str | None = None
     project: str = ""
+    begin: Callable[[], None] = lambda: None
 
     def recipe_of(self, flow: Flow) -> Recipe:
         return load(self.recipe or DEFAULT_RECIPE, [*self.changes, *project_change(self.project)], flow.name)
@@ -68,6 +69,7 @@ class Request:
         return {"command": self.command(), **fields, **({"project": self.project} if self.project else {})}
 
     def session(self, name: str, store: Store, *, report: bool = False) -> AbstractContextManager[Session]:
+        self.begin()
         return session(
             store, flow=name, workers=self.workers, executor=self.executor, json=self.json, title=self.title, parameters=self.parameters,
             report=report,
@@ -102,14 +104,15 @@ def run(request: Request, store: Store) -> None:
     threshold = gc.get_threshold()
     gc.disable()  # imports leave no garbage
     try:
-        target = target_named(request.what)
-        gc.freeze()
-        gc.set_threshold(YOUNG)
-        gc.enable()
-        if isinstance(target, Flow):
-            run_flow(target, request, store)
-        else:
-            run_stage(target, request, store)
+        with ended_in_order():
+            target = target_named(request.what)
+            gc.freeze()
+            gc.set_threshold(YOUNG)
+            gc.enable()
+            if isinstance(target, Flow):
+                run_flow(target, request, store)
+            else:
+                run_stage(target, request, store)
     finally:
         gc.unfreeze()
         gc.set_threshold(*threshold)

@@ -20,7 +20,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
 
 from puna.flows.engine.console import Console, in_short, tee_stderr
 from puna.flows.report import place, write, written_before
@@ -161,7 +162,7 @@ def session(
     flow_run = os.environ.get("PREFECT__FLOW_RUN_ID")
     server = from_environment() if flow_run else server_of(store)
     engine = connect(executor, workers)
-    with Console(json=json) as console, store.at_work(run), _ended_in_order():
+    with Console(json=json) as console, store.at_work(run), ended_in_order():
         reporter = Reporter(store, run, flow, server, flow_run=flow_run, parameters=parameters, title=title)
         opened = Session(store, console, engine, run, reporter)
         token = _CURRENT.set(opened)
@@ -214,20 +215,39 @@ def _compile_mark(stage: Stage) -> Path | None:
     return None if there else mark
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, which is sent again if it is dropped, as Python drops errors in callbacks of imports and of the garbage collector."""
+
+    def __del__(self, state: ModuleType = training_state) -> None:
+        if state.announce is not None:  # inside `ended_in_order`
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _announce() -> None:
+    with contextlib.suppress(OSError):  # of a closed terminal
+        os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
+
+
 @contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM stop the run as Ctrl-C does, inside the `with` block, unless the signal has another handler. A training step in progress
-    is finished first."""
-    training_state.announce = lambda: os.write(2, b"\nstopping: the step in progress is finished and saved; Ctrl-C again stops at once\n")
-    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if own:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def ended_in_order() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM stop the run, inside the `with` block, unless they have other handlers. A training step in progress is
+    finished first. Dropped interrupts are sent again."""
+    training_state.announce = _announce
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, _stop) for number, one in usual.items() if main and signal.getsignal(number) is one}
     try:
         yield
+    except Interrupted:
+        raise KeyboardInterrupt from None
     finally:
         training_state.announce = None
-        if own:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _tell_saved(session: Session, in_server: bool) -> None:

@@ -75,8 +75,7 @@ class Budget:
 
 LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_update", "cpu_seconds")
 """Resources that are compared. Trained tokens are not: they depend on the layout of the answers."""
-EQUAL_CPU = 0.9
-"""The ratio from which CPU seconds are equal. Repeated on a busy machine, the same work differs by a tenth."""
+EQUAL_CPU = 0.9  # the ratio from which CPU seconds are equal. Repeated on a busy machine, the same work differs by a tenth
 
 
 def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:

@@ -56,8 +56,7 @@ class Sampled:
     prompts whose answers differ in reward, over all sampled prompts, before the choice by `resample`. `drawn`: for all these prompts, the
     numbers of answers, policy tokens and unscored answers. `version`: number of rollouts on which the answering weights had been trained.
     `parts`: parts of the scores, [A] each, by name; `steps` has (end in tokens, reward) of each answer's steps. `importance`: the tokens'
-    weights in the loss (Puna's engine: 1). `mismatch`: mean over tokens of log q - log p (q: another engine's, p: the policy's), or None.
-    """
+    weights in the loss (Puna's engine: 1). `mismatch`: mean over tokens of log q - log p (q: another engine, p: the policy), or None."""
 
     asked: list[list[int]]
     completions: list[list[Completion]]

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.transformer import Transformer
 
-MOST_TRIALS = 500
-"""Maximum number of candidate averages in one search."""
-SCORED_TOKENS = 8192
-"""Maximum tokens in a packed row that a reward model scores, unless a prompt with its answer is longer."""
+MOST_TRIALS = 500  # maximum number of candidate averages in one search
+SCORED_TOKENS = 8192  # maximum tokens in a packed row that a reward model scores, unless a prompt with its answer is longer
 
 
 class SearchConfig(RewardSettings):

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 EMOJI = re.compile("[\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\ufe0f]")
 """A pattern that matches an emoji character: pictographs, dingbats, regional indicators or the emoji variation selector."""
 
-BLOCK, HELD = 256, 8192
-"""Maximum number of new and of kept vectors per matrix product."""
+BLOCK, HELD = 256, 8192  # maximum number of new and of kept vectors per matrix product
 
 Row = dict[str, Any]
 Vectors = np.ndarray[Any, np.dtype[np.float32]]

@@ -178,8 +178,7 @@ def _measure_kto(model: Transformer, examples: Sequence[Example], known: list[li
 def mismatch(examples: Sequence[Example], micro_batch_tokens: int, generator: np.random.Generator) -> list[Example]:
     """Return each example's prompt with the same number of answers, taken from other examples; fewer if answers or tokens run out.
 
-    Answers are taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used exactly
-    once."""
+    Answers are taken in random order, cyclically. If all fit and no example has more than half of all answers, each is used once."""
     order = generator.permutation(len(examples)).tolist()
     ring = [(examples[i].answers[k], examples[i].masks[k]) for i in order for k in range(len(examples[i].answers))]
     remaining: list[Example] = list(examples)

@@ -23,8 +23,7 @@ from puna.stages.verifiers.base import is_correct
 from puna.storage import Artifact, PunaError
 
 Row = dict[str, Any]
-STEPS = 20
-"""Number of bars in the histogram of rewards."""
+STEPS = 20  # number of bars in the histogram of rewards
 
 
 class Judged(NamedTuple):

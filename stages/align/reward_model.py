@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from puna.models.training.objectives import RewardBatch
     from puna.models.transformer import Transformer
 
-MEASURED = 32
-"""Minimum number of training prompts to measure accuracy on, if there are that many."""
+MEASURED = 32  # minimum number of training prompts to measure accuracy on, if there are that many
 
 
 @stage(kind="model", device=True, ranks=True, needs=training_needs)
@@ -130,8 +129,7 @@ def score_answers(
 
 BINS = ((-0.5, "half or less"), (-0.1, "shorter"), (0.1, "about as long"), (0.5, "longer"), (1.0, "twice or more"))
 """Upper end and name of each bin of the length difference: (chosen - rejected) / length of the longer answer."""
-STEPS = 10
-"""Number of bins for the calibration error, which compares predicted and observed accuracy."""
+STEPS = 10  # number of bins for the calibration error, which compares predicted and observed accuracy
 
 
 class Pair(NamedTuple):

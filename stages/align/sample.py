@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from puna.models.transformer import Transformer
 
 STRETCH = 2048  # number of prompts that are answered together; their answers are saved before the next prompts start
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # settings for which null means the model's own value
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # sampling settings for which null means the model's own value
 Progress = Callable[[int, int], None]
 _slug = partial(re.compile(r"\W+").sub, "_")
 

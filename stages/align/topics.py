@@ -25,8 +25,7 @@ from puna.storage import PunaError
 
 Vectors = NDArray[np.float32]
 WORD = re.compile(r"\w+")
-MOST, ITERATIONS = 500, 10
-"""Maximum number of iterations of a whole fit, and of each L-BFGS call, after which the fit is saved."""
+MOST, ITERATIONS = 500, 10  # maximum number of iterations of a whole fit, and of each L-BFGS call, after which the fit is saved
 LISTS, TENSORS, NUMBERS = ("old_dirs", "old_stps", "ro"), ("d", "prev_flat_grad"), ("n_iter", "func_evals", "t", "H_diag", "prev_loss")
 """Keys of torch's L-BFGS state in a saved fit: lists of tensors, tensors, and numbers."""
 

@@ -16,8 +16,7 @@ import psutil
 from puna.stages.executors import PartExecutor
 
 EVERY_SECONDS = 0.2
-LOOKS = 10
-"""Number of memory samples between two listings of the child processes; a listing takes milliseconds."""
+LOOKS = 10  # number of memory samples between two listings of the child processes; a listing takes milliseconds
 
 
 class Meter:

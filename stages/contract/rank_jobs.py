@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -70,6 +70,12 @@ def check(stage: Stage, config: StageConfig, inputs: Collection[str] = ()) -> No
     """Raise PunaError if `config` does not fit the number of processes; see `misfits`."""
     if lines := misfits(stage, config, inputs):
         raise PunaError(f"{stage.name}: {lines[0]}")
+
+
+def idle(name: str, stages: Iterable[Stage]) -> list[str]:
+    """Return an error message if several processes run and none of the `stages` of a run can be divided among them."""
+    line = f"{name} runs in one process, and {ranks.count()} were asked for: leave --processes or torchrun out"
+    return [] if ranks.count() == 1 or any(stage.ranks for stage in stages) else [line]
 
 
 def misfits(stage: Stage, config: StageConfig, inputs: Collection[str] = ()) -> list[str]:

@@ -20,8 +20,7 @@ Value = float | int | str | None
 Definition = Callable[..., Value]
 F = TypeVar("F", bound=Definition)
 TYPES: dict[type, pa.DataType] = {float: pa.float64(), int: pa.int64(), str: pa.string()}
-COLUMNS = ("text", "title", "url", "source")
-"""Columns of a document that a signal's function may take as parameters."""
+COLUMNS = ("text", "title", "url", "source")  # columns of a document that a signal's function may take as parameters
 
 
 @dataclass(frozen=True)

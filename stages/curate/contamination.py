@@ -28,8 +28,7 @@ COLUMNS = {
 }
 """Columns of the tables that models are trained on."""
 FOLLOWED = ("model", "tokens")
-UNLEARNED = ("judges", "reward_model")
-"""Inputs that only score answers; the model does not learn from their training data."""
+UNLEARNED = ("judges", "reward_model")  # inputs that only score answers; the model does not learn from their training data
 
 
 class ContaminationConfig(DecontaminateConfig):

@@ -201,8 +201,7 @@ def search_for(rows: list[dict[str, Any]], config: DecontaminateConfig) -> tuple
 
 
 def _find(documents: pa.Table, search: Search) -> tuple[dict[str, Any], tuple[list[int], dict[str, tuple[int, dict[str, Any]]]]]:
-    """Return `keep` and `dropped`; the indices of all prompts found; and prompt → (number of documents that match it best, first dropped
-    row)."""
+    """Return `keep` and `dropped`; the indices of all prompts found; and prompt → (documents that match it best, first dropped row)."""
     rows: list[dict[str, Any]] = []
     seen: set[int] = set()
     first: dict[str, tuple[int, dict[str, Any]]] = {}

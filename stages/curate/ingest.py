@@ -157,8 +157,7 @@ def _sort(rows: pa.Table) -> tuple[dict[str, pa.Table], dict[str, Any]]:
     return {"pages": pages, "dropped": dropped}, {"bytes": size, "rules": dict(Counter(dropped["rule"].to_pylist()))}
 
 
-LOOKED_AT = 100
-"""Number of records, from the start of each file, that `first_rejection` reads."""
+LOOKED_AT = 100  # number of records, from the start of each file, that `first_rejection` reads
 HINTS = {
     "body_too_large": "ingest.max_body_bytes is the limit",
     "not_a_page": "a row is a page if it has the field named by ingest.text_column or ingest.html_column",

@@ -23,10 +23,8 @@ from puna.storage.schemas import table_schema
 WORD = re.compile(r"[a-z]+")
 NO_LETTERS = re.compile(r"[^a-z-]+")
 ENDINGS = ("", "s", "o", "os", "er", "ers", "y", "ing", "ography", "ographic")
-SHORT = ("porn", "hentai")
-"""Adult words that are also the beginning of harmless names (Thai first names, Japanese terms)."""
-SUFFIXES = frozenset(("porn", "xxx", "sex", "adult"))
-"""Public suffixes (top-level domains) of adult sites."""
+SHORT = ("porn", "hentai")  # adult words that are also the beginning of harmless names (Thai first names, Japanese terms)
+SUFFIXES = frozenset(("porn", "xxx", "sex", "adult"))  # public suffixes (top-level domains) of adult sites
 LISTS = {"adult": "data/adult_domains.txt", "personal": "data/personal_domains.txt", "harmful": "data/harmful_domains.txt"}
 
 

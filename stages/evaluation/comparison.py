@@ -14,8 +14,7 @@ MAIN = ("verified", "acc", "bits_per_byte")
 """Main metrics of tasks, in order of preference. A task without any of them uses its alphabetically first metric."""
 SURE = 0.05  # significance level
 TABLE = "task_scores"
-SAME = ("version", "shots", "format")
-"""Columns of `task_scores` that must be equal, like `content`, for two models to be comparable."""
+SAME = ("version", "shots", "format")  # columns of `task_scores` that must be equal, like `content`, for two models to be comparable
 Values = dict[str, tuple[float, float]]
 """Question id → (value, weight)."""
 Measured = dict[str, dict[str, tuple[dict[str, Any], Values]]]

@@ -20,8 +20,7 @@ LOCAL = {
     "distributed.worker.memory.target": False, "distributed.worker.memory.spill": False, "distributed.worker.daemon": False,
     "distributed.scheduler.http.routes": ["distributed.http.health"], "distributed.worker.http.routes": ["distributed.http.health"],
 }  # fmt: skip
-JOIN_SECONDS, GONE_SECONDS = 60, 600
-"""Maximum seconds to wait for workers of a cluster that has none: before the first part, and during a part."""
+JOIN_SECONDS, GONE_SECONDS = 60, 600  # maximum seconds without a worker: before the first part, and during a part
 LOOK_SECONDS = 5.0
 
 

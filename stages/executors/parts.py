@@ -13,10 +13,8 @@ from puna.models import progress
 from puna.stages.executors.worker import Answer, pack
 from puna.storage import PunaError
 
-ATTEMPTS = 3
-"""Maximum number of starts of a part whose workers keep dying."""
-BYTES_UNDER_WAY = 1 << 30
-"""Maximum bytes of arguments and results that wait in the driver."""
+ATTEMPTS = 3  # maximum number of starts of a part whose workers keep dying
+BYTES_UNDER_WAY = 1 << 30  # maximum bytes of arguments and results that wait in the driver
 AHEAD = 64
 
 

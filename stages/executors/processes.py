@@ -17,8 +17,7 @@ from puna.stages.executors.worker import Answer, compute
 # Thread counts that numpy, torch, numba, Arrow and tokenizers read only at import.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMBA_NUM_THREADS", "RAYON_NUM_THREADS")
 _environment = threading.Lock()
-SAVE_SECONDS = 20.0
-"""Maximum seconds to wait for the workers of a stopped run; Prefect kills the whole run after 30 s."""
+SAVE_SECONDS = 20.0  # maximum seconds to wait for the workers of a stopped run; Prefect kills the whole run after 30 s
 
 
 def cores() -> int:

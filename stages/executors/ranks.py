@@ -6,14 +6,18 @@ key-value store of torch.distributed; results are exchanged within the stage, no
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,14 +30,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RESTARTS = 3
-"""Maximum number of times that all processes are restarted after one was killed; they resume from the last saved state."""
-LOOK = 0.05
-"""Seconds between a follower's polls for its next job."""
-LAST_WORDS = 5.0
-"""Seconds that a failed follower waits, so that rank 0, whose error is more informative, can end first."""
+RESTARTS = 3  # maximum number of times that all processes are restarted after one was killed; they resume from the last saved state
+LOOK = 0.05  # seconds between a follower's polls for its next job
+LAST_WORDS = 5.0  # seconds that a failed follower waits, so that rank 0, whose error is more informative, can end first
+JOINED = "PUNA_JOINED"  # environment variable with a pipe of `start`, which each rank closes when it has joined
 END, GONE = "end", "the process with the key-value store of all ranks is gone: rank 0, or an agent of torchrun"
 ONE = Layout()
+_jobs = itertools.count()  # numbers of the jobs that rank 0 sends
+_lines: Counter[int] = Counter()  # lines of each rank's log that were sent or received
 
 
 def number(name: str, default: int = 0, least: int = 0) -> int:
@@ -85,12 +89,15 @@ def join() -> None:
         number(name)
     if number("RANK") >= count():
         raise PunaError(f"RANK={number('RANK')}: the ranks of WORLD_SIZE={count()} processes are 0 to {count() - 1}; number them so")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each lost connection is a page of C++ frames; our errors name the rank
     import torch
 
     from puna.models.training.parallel import mesh
 
     with errors_at("", ValueError, ConnectionError):
         mesh.join("cuda" if torch.cuda.is_available() else "cpu")
+    if pipe := os.environ.pop(JOINED, None):
+        os.close(int(pipe))
 
 
 @contextlib.contextmanager
@@ -151,15 +158,12 @@ def _last_words() -> str:
     return "; ".join(words) + f" (a rank without a report hangs, which the others notice after {mesh.TIMEOUT}, or its machine is gone)"
 
 
-_lines: dict[int, int] = {}
-
-
 def tell(line: str) -> None:
     """Send a line of this process's log to rank 0."""
     from puna.models.training.parallel import mesh
 
     rank = number("RANK")
-    _lines[rank] = _lines.get(rank, 0) + 1
+    _lines[rank] += 1
     with contextlib.suppress(RuntimeError):
         mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
 
@@ -172,8 +176,8 @@ def lines_of_ranks() -> list[str]:
 
     lines, store = [], mesh.store()
     for rank in range(1, count() if store is not None else 1):  # no store: this process has not joined a group
-        while store.check([key := f"line-{rank}-{_lines.get(rank, 0) + 1}"]):
-            _lines[rank] = _lines.get(rank, 0) + 1
+        while store.check([key := f"line-{rank}-{_lines[rank] + 1}"]):
+            _lines[rank] += 1
             lines.append(f"rank {rank}: {store.get(key).decode()}")
     return lines
 
@@ -182,8 +186,7 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
     """Run the jobs that rank 0 sends, until it sends `END`. If a job fails or rank 0 is gone, report it and exit with status 1."""
     from puna.models.training.parallel import mesh
 
-    number = 0
-    while True:
+    for number in itertools.count():
         try:
             while not mesh.store().check([f"job-{number}"]):  # `wait` would block this process's log lines
                 time.sleep(LOOK)
@@ -191,6 +194,8 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
             if text == END:
                 return mesh.Mesh(Layout(data=count())).wait()
             do(json.loads(text))
+        except SystemExit as error:  # rank 0 says that the run was stopped
+            raise SystemExit(1) from error
         except Exception as error:
             gone = isinstance(error, RuntimeError) and mesh.is_of_exchange(error)
             time.sleep(LAST_WORDS * gone)  # rank 0's own error is more informative
@@ -200,7 +205,6 @@ def follow(do: Callable[[dict[str, Any]], None]) -> None:
                 mesh.store().set(f"words-{os.environ['RANK']}", words.splitlines()[0])
             time.sleep(LAST_WORDS)
             raise SystemExit(1) from error
-        number += 1
 
 
 def finish() -> None:
@@ -212,22 +216,17 @@ def finish() -> None:
         mesh.Mesh(Layout(data=count())).wait()
 
 
-_told = 0
-
-
 def _say(text: str) -> None:
-    global _told
     from puna.models.training.parallel import mesh
 
-    mesh.store().set(f"job-{_told}", text)
-    _told += 1
+    mesh.store().set(f"job-{next(_jobs)}", text)
 
 
 def start(command: Sequence[str], processes: int) -> int:
     """Run a command in `processes` processes on this machine, like torchrun, and return an exit status.
 
-    If a signal kills one process, all are killed and restarted, at most `RESTARTS` times. Ctrl-C and SIGTERM go to rank 0, whose training
-    run saves its state; then no process is restarted. Only rank 0 has stdin and stdout; all ranks have stderr."""
+    If a signal kills one process, all are killed and restarted, at most `RESTARTS` times. Ctrl-C, SIGTERM and SIGHUP stop rank 0, which
+    saves its state; a second one ends all after `LAST_WORDS`. Only rank 0 has stdin and stdout; all ranks have stderr."""
     for attempt in range(RESTARTS + 1):
         status = _attempt(command, processes, attempt)
         if status >= 0:
@@ -238,44 +237,57 @@ def start(command: Sequence[str], processes: int) -> int:
 
 
 def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
-    """Run all ranks. Return the exit status of rank 0, else of another failed rank, else 0. If a signal killed a rank and no stop was
-    requested, return minus the signal's number."""
+    """Run all ranks. Return the exit status of rank 0, else of another failed rank, else 0; 128 plus the number of the signal to this
+    process that ended them. If a signal killed a rank and no stop was requested, return minus that signal's number."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    joined, pipe = os.pipe()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
     common = {
         "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads, JOINED: str(pipe),
     }  # fmt: skip
-    # Separate sessions, because a terminal's Ctrl-C would reach all ranks at once, in the middle of different steps.
-    workers = []
-    for rank in range(processes):
-        own, environment = None if rank == 0 else subprocess.DEVNULL, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        workers.append(subprocess.Popen(command, env=environment, start_new_session=True, stdin=own, stdout=own))
-    stopped = False
+    workers, asked, deadline = list[subprocess.Popen[bytes]](), list[int](), math.inf
 
     def stop(number: int, _: Any) -> None:
-        nonlocal stopped
-        stopped = True
-        workers[0].send_signal(number)
+        nonlocal deadline
+        asked.append(number)
+        if not select.select([joined], [], [], 0)[0]:
+            deadline = 0.0  # no rank has begun to work
+        elif number != signal.SIGHUP or asked.count(number) == 1:  # a terminal that closes sends it twice
+            deadline = deadline if asked.count(number) == 1 else min(deadline, time.monotonic() + LAST_WORDS)
+            workers[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+    def wait(done: Callable[[], bool]) -> None:
+        while not done() and time.monotonic() < deadline:
             time.sleep(0.2)
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        # Separate sessions, because a terminal's Ctrl-C would reach all ranks at once, in the middle of different steps.
+        for rank in range(processes):
+            own, environment = None if rank == 0 else subprocess.DEVNULL, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            workers.append(subprocess.Popen(command, env=environment, start_new_session=True, stdin=own, stdout=own, pass_fds=[pipe]))
+        os.close(pipe)
+        wait(lambda: any(worker.poll() for worker in workers) or all(worker.poll() == 0 for worker in workers))
         statuses = [worker.poll() for worker in workers]
         killed = next((status for status in statuses if status is not None and status < 0), None)
-        if killed is None:
-            workers[0].wait()  # its next exchange fails with an error that is more informative than a follower's
-        status = workers[0].poll()
-        if killed is not None and not stopped:
+        if killed is not None and not asked:
             return killed
-        return abs(status) if status else next((abs(one) for one in statuses if one), 0)
+        wait(lambda: workers[0].poll() is not None)  # its next exchange fails with an error that is more informative than a follower's
+        status = workers[0].poll()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for worker in workers:
+        for worker in reversed(workers):  # rank 0 last: the others would say that it is gone
             worker.kill()
         for worker in workers:
             worker.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(joined)
+    if asked and not deadline:
+        print("stopped before all processes had started; start the same command again", file=sys.stderr)
+    if asked and (status is None or status < 0):
+        return 128 + asked[0]
+    return abs(status or 0) or next((abs(one) for one in statuses if one), 0)

@@ -29,8 +29,7 @@ from puna.storage.manifest import MEANING
 if TYPE_CHECKING:
     from puna.stages.contract.declaration import Stage
 
-FORMAT = 1
-"""Version of the contract: of the inputs that stages get, and of how parts are cut and joined. A new version changes every key."""
+FORMAT = 1  # version of the contract: of the inputs that stages get, and of how parts are cut and joined. A new version changes every key
 Name = tuple[str, str]
 OUTSIDE = ("puna.storage", "puna.stages.contract", "puna.stages.identity", "puna.stages.executors", "puna.stages.plugins")
 

@@ -13,8 +13,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("flows", "stages", "models", "kernels", "storage")
-SETTLED = 1.0
-"""Seconds after which a file's times reliably show a later write, since file systems have coarse clocks."""
+SETTLED = 1.0  # seconds after which a file's times reliably show a later write, since file systems have coarse clocks
 
 
 def digest(file: Path) -> str:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from puna.stages.evaluation.training_tasks import TaskWatch
 
 
-SOURCES = ("fresh", "long", "best")
-"""Inputs with tokens that a phase reads only if it names them."""
+SOURCES = ("fresh", "long", "best")  # inputs with tokens that a phase reads only if it names them
 MOMENTS = "optimizer/state.safetensors"
 """File of the optimizer state in a model artifact, in a folder that exports leave out."""
 

@@ -23,8 +23,7 @@ from puna.stages.verifiers.scoring import combine, leaves, question_of
 from puna.storage import PunaError
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")
-"""Pattern of a token: a digit (as in the demo's tokenizer), a run of letters, or a mark."""
+TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]|_")  # pattern of a token: a digit (as in the demo's tokenizer), a run of letters, or a mark
 MOST = 1_000  # maximum number of held-out questions, and of gold answers, to use
 NUMBERS, WORDS, EDITS = "nearest by numbers", "nearest by words", "nearest by edits"
 REPLACED, MAJORITY = "nearest by edits, differing tokens replaced", "majority by form"

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-Z95 = 1.959963984540054
-"""The standard normal distribution's 97.5 % quantile."""
+Z95 = 1.959963984540054  # the standard normal distribution's 97.5 % quantile
 
 
 @lru_cache(maxsize=4096)

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"
 """Folder of the adapters in a model artifact, and the file of their weights."""
-INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}
-"""Setting `initialization` → PEFT's `init_lora_weights`."""
+INITIALIZATIONS: dict[str, bool | str] = {"zero": True, "pissa": "pissa"}  # setting `initialization` → PEFT's `init_lora_weights`
 
 
 def peft_config(model: Transformer, lora: LoraSettings) -> LoraConfig:

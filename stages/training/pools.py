@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from puna.models.training.objectives.base import Targets
 
 OTHER = "other"
-TEXT_PER_TOKEN = 6
-"""Bytes of text to take per needed token: more than usual, so that a pool is seldom too small."""
-MOST_PER_TOKEN = 64
-"""Upper bound on a long text's characters per token."""
+TEXT_PER_TOKEN = 6  # bytes of text to take per needed token: more than usual, so that a pool is seldom too small
+MOST_PER_TOKEN = 64  # upper bound on a long text's characters per token
 JOB_ROWS = 1 << 14
-STEPS = 1024
-"""Number of equal ranges of the 63-bit hashes, used to count the text up to a hash."""
+STEPS = 1024  # number of equal ranges of the 63-bit hashes, used to count the text up to a hash
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,7 @@ class PoolRows:
 def build_pools(
     documents: Artifact, mixture: Artifact | None, groups: Sequence[Group], tokenizer: Artifact, sizes: Sizes, run: StageRun
 ) -> PoolRows:
-    """Encode enough documents of each group, in hash order, for the small runs; return references. Raise PunaError for a group with only
-    one document."""
+    """Encode enough documents of each group, in hash order, for small runs; return references. Raise PunaError for a group of one."""
     last: dict[str, tuple[int, int]] = {}
     for number, group in enumerate(groups):
         if group.amount.documents == 1:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from puna.models.transformer import Transformer
 
-PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""L2 penalties on the head to try, for states of unit variance and a loss averaged over pairs."""
+PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # L2 penalties on the head to try, for states of unit variance and a loss averaged over pairs
 FOLDS = 5
 
 

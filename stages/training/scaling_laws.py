@@ -13,10 +13,8 @@ import numpy.typing as npt
 from puna.stages.training.intervals import Z95, student
 
 Floats = npt.NDArray[np.float64]
-HUBER = 1e-3
-"""Residual of the log loss above which a point's weight decreases (Hoffmann et al. 2022, appendix D.3)."""
-BUDGET = 1.5
-"""Minimum ratio of two budgets in FLOPs; points whose FLOPs differ less may count as one budget."""
+HUBER = 1e-3  # residual of the log loss above which a point's weight decreases (Hoffmann et al. 2022, appendix D.3)
+BUDGET = 1.5  # minimum ratio of two budgets in FLOPs; points whose FLOPs differ less may count as one budget
 JOINTS = (1.0, 0.1)
 """Values of `joint` to try: 1 if parameters and tokens limit the loss independently, 0.1 if only the scarcer one does (Kaplan: .095)."""
 FEWEST, SHAPES = 6, 3

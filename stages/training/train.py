@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "training"
 """Name of the folder of checkpoints in a run's scratch folder."""
-CHECKPOINT_STEPS = 50
-"""Number of steps between checkpoints of a run; checkpoints do not change results."""
+CHECKPOINT_STEPS = 50  # number of steps between checkpoints of a run; checkpoints do not change results
 WATCH = "puna.stages.evaluation.training_tasks"
 """Module that evaluates tasks during training. It is imported by name, so that its code is not part of the keys of models without tasks."""
 
@@ -153,8 +152,7 @@ def frozen_dtype() -> torch.dtype:
     return torch.bfloat16 if device().type == "cuda" else torch.float32
 
 
-SMALL = 8_000_000
-"""Number of parameters below which a model runs fastest on one CPU thread, since more threads would mostly wait."""
+SMALL = 8_000_000  # number of parameters below which a model runs fastest on one CPU thread, since more threads would mostly wait
 _large: weakref.WeakSet[Transformer] = weakref.WeakSet()
 
 

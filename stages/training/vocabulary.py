@@ -11,8 +11,7 @@ from puna.storage.manifest import content_digest
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
-FILES = ("tokenizer.json", "tokenizer_config.json")
-"""Files of a tokenizer artifact, also in a model artifact."""
+FILES = ("tokenizer.json", "tokenizer_config.json")  # files of a tokenizer artifact, also in a model artifact
 
 
 @lru_cache(maxsize=2)

@@ -123,8 +123,7 @@ def attempt(item: Item) -> Score:
 
 
 def check_score(score: Score, name: str) -> Score:
-    """Return a score with its detail truncated to `DETAIL`. For an invalid score (value or rewards outside 0 to 1), return a score of None
-    with the reason."""
+    """Return a score with its detail cut to `DETAIL`. An invalid one (value or rewards outside 0 to 1) becomes None with the reason."""
     value = score.value if isinstance(score, Score) else score
     if not isinstance(score, Score) or not (value is None or (isinstance(value, int | float) and 0 <= value <= 1)):
         return Score(None, f"{name} returned {value!r}, not a Score from 0 to 1"[:DETAIL])

@@ -17,8 +17,7 @@ from puna.stages.verifiers.registry import register
 
 AT_LEAST, LESS_THAN = "at least", "less than"
 Check = Callable[..., bool]
-KINDS: dict[str, Check] = {}
-"""Instruction id, `group:name` → its check, whose keyword-only parameters are the instruction's arguments."""
+KINDS: dict[str, Check] = {}  # instruction id, `group:name` → its check, whose keyword-only parameters are the instruction's arguments
 
 
 def kind(name: str) -> Callable[[Check], Check]:

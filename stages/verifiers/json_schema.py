@@ -127,8 +127,7 @@ def _unresolved_reference(schema: Any, validator: Any) -> str | None:
     return first(schema, False)
 
 
-VALUES = ("enum", "const", "default", "examples")
-"""Keywords whose values are data, not schemas."""
+VALUES = ("enum", "const", "default", "examples")  # keywords whose values are data, not schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies")
 """Keywords whose values' keys are names."""
 BESIDE = ("$defs", "definitions", "then", "else", "minContains", "maxContains", "required")

@@ -73,8 +73,7 @@ class Outcome:
 def mode() -> Mode:
     """Return how this machine isolates programs, after a trial run. Raise PunaError if isolation fails.
 
-    An isolated program has no network, leaves no process, and reads only its own files and those of the interpreter and system
-    libraries."""
+    An isolated program has no network, leaves no process, and reads only its own files and those of Python and the system."""
     if sys.platform != "linux":
         raise PunaError(f"code cannot be isolated here: there is no sandbox for {sys.platform}")
     way: Mode = "root" if os.getuid() == 0 else "user"
@@ -174,8 +173,7 @@ def _read(process: subprocess.Popen[bytes], report: int, job: bytes, end: float)
 
 MOUNT = "/sys/fs/cgroup"
 OWN = "/proc/self/cgroup"
-TRIES = 200
-"""Maximum number of attempts, 5 ms apart, to remove a cgroup whose processes are still ending."""
+TRIES = 200  # maximum number of attempts, 5 ms apart, to remove a cgroup whose processes are still ending
 
 
 class Group:

@@ -26,13 +26,11 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 FIRST_USER = 1_000_000_000
 WATCH_SECONDS = 0.02
 OPEN_FILES = 64
-PIPES_BYTES = OPEN_FILES << 16
-"""Maximum bytes in the pipes of one process: 64 KiB per open file."""
+PIPES_BYTES = OPEN_FILES << 16  # maximum bytes in the pipes of one process: 64 KiB per open file
 LOCK_BYTES = 256
 AREA_BYTES, AREAS = 256, 65_530
 """Kernel memory per memory mapping (of a page or more) in bytes, and maximum number of mappings per process (`vm.max_map_count`)."""
-INODE_BYTES = 1024
-"""Kernel memory per file in addition to its content, in bytes."""
+INODE_BYTES = 1024  # kernel memory per file in addition to its content, in bytes
 
 
 class Job(TypedDict):
@@ -214,7 +212,6 @@ def files_in_memory() -> int:
 
 
 def kernel_holds(socket_bytes: int) -> int:
-    """Return the number of bytes counted for file locks and Unix sockets: per socket a full buffer and one more message of the same
-    size."""
+    """Return the number of bytes counted for file locks and Unix sockets: per socket a full buffer and as large a message."""
     with open("/proc/net/unix", "rb") as sockets, open("/proc/locks", "rb") as locks:  # bytes: programs choose socket names
         return sum(2 * socket_bytes for _ in sockets) + sum(LOCK_BYTES for _ in locks)

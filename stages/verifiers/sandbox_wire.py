@@ -19,8 +19,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 MESSAGE_BYTES = 1 << 24
-DEPTH = 100
-"""Maximum nesting of tuples."""
+DEPTH = 100  # maximum nesting of tuples
 ATOMS = frozenset({type(None), bool, int, float, str})
 
 

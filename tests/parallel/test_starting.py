@@ -10,16 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import Field
+from typer.testing import CliRunner
 
 from puna.flows.cli.inspect import leads
+from puna.flows.cli.main import app
 from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import join
+from puna.stages.contract import StageConfig, StageRun, stage
 from puna.stages.contract.rank_jobs import check
 from puna.stages.executors import ranks as processes
 from puna.stages.pretrain.pretrain import PretrainConfig, pretrain
@@ -250,6 +256,104 @@ sys.exit(3 - rank)
 """
     assert processes.start([sys.executable, "-c", program], 2) == 3
     assert sorted(capfd.readouterr().err.splitlines()) == ["rank 0", "rank 1"]
+
+
+STARTING = """
+import os, sys, time
+from pathlib import Path
+from puna.stages.executors import ranks
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+if os.environ["RANK"] == "2":
+    time.sleep(300)
+ranks.join()
+"""
+
+WORKING = """
+import os, signal, sys, time
+from pathlib import Path
+from puna.stages.executors import ranks
+heard = []
+signal.signal(signal.SIGINT, lambda *_: None)
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+ranks.join()
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+until = time.monotonic() + 300
+while not heard and time.monotonic() < until:
+    time.sleep(0.05)
+time.sleep(1)
+sys.exit(7 if heard == [1] else 8)
+"""
+
+
+def stopped(program: str, folder: Path, *numbers: int) -> int:
+    """Return the status of three ranks of a program. When each has written its process id, this process gets signals, which it passes on."""
+
+    def send() -> None:
+        while not all((folder / str(rank)).exists() for rank in range(3)):
+            time.sleep(0.05)
+        time.sleep(2)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        threading.Thread(target=send, daemon=True).start()
+        return processes.start([sys.executable, "-c", program, str(folder)], 3)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        for rank in range(3):
+            with pytest.raises(ProcessLookupError):
+                os.kill(int((folder / str(rank)).read_text()), 0)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_stop_before_all_ranks_have_joined_is_one_line(number: int, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert stopped(STARTING, tmp_path, number) == status
+    assert capfd.readouterr().err == "stopped before all processes had started; start the same command again\n"
+
+
+def test_a_second_stop_ends_ranks_that_do_not_react(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(processes, "LAST_WORDS", 0.5)
+    assert stopped(WORKING, tmp_path, signal.SIGINT, signal.SIGINT) == 130
+    assert not capfd.readouterr().err
+
+
+def test_the_end_of_a_terminal_stops_rank_0_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert stopped(WORKING, tmp_path, signal.SIGHUP, signal.SIGHUP) == 7
+    assert not capfd.readouterr().err  # the others see no page of C++ frames
+
+
+class DividedConfig(StageConfig):
+    """The layout of a stage that runs in several processes."""
+
+    layout: Layout = Field(Layout(), description="Processes")
+
+
+@stage(kind="signals", ranks=True, version="1")
+def divided(config: DividedConfig, run: StageRun) -> None:
+    """Write nothing."""
+
+
+@stage(kind="signals", version="1")
+def undivided(config: DividedConfig, run: StageRun) -> None:
+    """Write nothing."""
+
+
+@pytest.mark.parametrize("name, problem", [
+    ("divided", "divided: layout = shard 2 needs 2 processes, or a multiple of that; 3 run: start with --processes 2 or torchrun"),
+    ("undivided", "undivided runs in one process, and 3 were asked for: leave --processes or torchrun out"),
+])  # fmt: skip
+def test_a_run_that_does_not_fit_its_processes_is_refused_before_they_start(
+    name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(processes, "start", lambda command, count: 9)
+    call = ["run", f"stage:{name}", "--store", str(tmp_path), "--set", "layout.shard=2", "--processes"]
+    refused = CliRunner().invoke(app, [*call, "3"])
+    assert str(refused.exception).startswith(problem), refused.output
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert name == "undivided" or CliRunner().invoke(app, [*call, "4"]).exit_code == 9
 
 
 def test_after_the_last_restart_no_other_is_announced(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):

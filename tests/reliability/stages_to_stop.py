@@ -117,6 +117,30 @@ def part(number: int, folder: str) -> pa.Table:
     return pa.table({"id": [f"{number:032x}"]})
 
 
+class Callback:
+    """An object that stops the run when it is freed: Python drops the error that Ctrl-C raises there."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __del__(self) -> None:
+        stop(self.folder, os.getpid())
+        sum(range(1000))  # the signal is handled here
+
+
+@stage(kind="signals", version="1")
+def stopped_callback(config: StoppedConfig, run: StageRun) -> None:
+    """Write four parts; the third one stops the run where Python drops errors."""
+    run.produce(part_with_callback, [0, 1, 2, 3], config.folder)
+
+
+def part_with_callback(number: int, folder: str) -> pa.Table:
+    if number == 2 and not Path(folder, "stopped").exists():
+        Callback(folder)
+        time.sleep(20)
+    return pa.table({"id": [f"{number:032x}"]})
+
+
 @stage(kind="evaluation", version="1")
 def stopped_call(config: StoppedConfig, run: StageRun) -> None:
     """Make one long call, which stops the run before it returns."""

@@ -1,8 +1,7 @@
 """An estimate of time and memory of a training step under a layout, and the search for layouts that N devices can run.
 
 The time is one device's time for matrices, attention and memory traffic (`puna.models.accounting`), divided over the layout. Exposed
-transfers, the pipeline's bubble and the update are added. `REACHED` is fitted to one published run. Nothing here imports torch.distributed.
-"""
+transfers, the pipeline's bubble and the update are added. `REACHED` is fitted to one published run. torch.distributed is not imported."""
 
 from __future__ import annotations
 

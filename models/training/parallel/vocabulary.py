@@ -1,7 +1,6 @@
 """Losses and log-probabilities with an output layer whose vocabulary is split over ranks: no rank has the logits of all tokens.
 
-Ranks exchange each row's maximum and sums, never logits (Shoeybi et al. 2019, section 3). N: rows; C: a chunk's; D: width; V: own tokens.
-"""
+Ranks exchange each row's maximum and sums, never logits (Shoeybi et al. 2019, § 3). N: rows; C: a chunk's; D: width; V: own tokens."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 

@@ -126,8 +126,7 @@ class Measurements(NamedTuple):
     """Measurements of D documents. `values` RECORD[D], NaN if not measured.
 
     Document d has its words' hash bins and their counts, `bins` and `counts` uint32, at bin_offsets[d] : bin_offsets[d + 1]; and its lines
-    with n-gram coverage ≥ `line_coverage`, `line` (number), `line_words`, `line_covered` int32, at line_offsets[d] : line_offsets[d +
-    1]."""
+    with n-gram coverage ≥ `line_coverage`, `line` (number), `line_words`, `line_covered` int32, at line_offsets[d] to [d + 1]."""
 
     values: NDArray[np.void]
     bin_offsets: I64
