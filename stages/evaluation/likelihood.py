@@ -80,7 +80,7 @@ def likelihoods(
     model: Transformer, requests: Sequence[Request], longest: int, micro_batch_tokens: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:  # fmt: skip
-    """Return each continuation's likelihood. Contexts beyond `longest` lose their beginning. Raise PunaError for an empty or overlong one."""
+    """Return each continuation's likelihood. Contexts beyond `longest` lose their beginning. Raise PunaError for empty or overlong ones."""
     import torch
 
     from puna.kernels.exact import can_be_exact, exact_passes
