@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from decimal import Decimal
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,9 +21,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from puna.flows.report import arms
+from puna.models.training.state import load_record
 from puna.stages.contract import Outcome
-from puna.storage import Artifact
-from puna.storage.explain import Change
+from puna.storage import Artifact, Identity, Store
+from puna.storage.explain import Change, against
 
 EVERY_SECONDS = 15.0  # minimum seconds between two lines on a step's progress
 OURS = (" | Flow run ", " | Task run ")  # markers of Prefect's own log lines, which the Prefect server already has
@@ -210,6 +212,39 @@ def fail(message: str) -> None:
 def in_short(changes: Sequence[Change]) -> str:
     """Return the first three changes as text, with the number of further changes."""
     return "; ".join(str(change) for change in changes[:3]) + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+def reason(store: Store, identity: Identity, step: str) -> str:
+    """Describe the saved work from which a step goes on, else the changes since its last run; empty if there are none."""
+    if saved := saved_work(store, identity.key):
+        return f"goes on: {saved}"
+    why = against(store, identity, step)
+    return f"runs again: {in_short(why)}" if why else ""
+
+
+def saved_work(store: Store, key: str) -> str:
+    """Describe the saved work that the next attempt at an artifact reuses: training states, fits, small runs and parts; empty if none."""
+    if not any(store.files.list(f"work/{key}")):
+        return ""
+    scratch = store.files.scratch(f"work/{key}/scratch")
+    fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
+    parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
+    trainings = _trainings(scratch)
+    counts = ((fits, "fit"), (trials, "small run"), (parts, "finished part"))
+    phrases = [*trainings, *(f"{number:,} {what}{'s' if number > 1 else ''}" for number, what in counts if number)]
+    one = len(phrases) == 1 and (trainings or fits + trials + parts == 1)
+    return f"{', '.join(phrases)} {'is' if one else 'are'} saved" if phrases else ""
+
+
+def _trainings(scratch: Path) -> list[str]:
+    """Describe the progress of each training run with a saved state in the scratch folder."""
+    folders = sorted({path.parent for path in scratch.rglob("step-*")})
+    phrases = []
+    for folder in folders:
+        if record := load_record(folder):
+            name = f"{folder.name} " if len(folders) > 1 else ""
+            phrases.append(f"{name}{record['unit']} {record['done']:,} of {record['of']:,} ({record['seconds']:,.0f} s of work)")
+    return phrases
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from puna.flows.engine.console import reason
 from puna.flows.engine.declare import Item, Output, Walk, given_as, name_of, values
 from puna.flows.engine.recipe import Recipe, Step
-from puna.flows.engine.session import reason
 from puna.flows.html.markup import disk_size, duration, size
 from puna.stages.contract import External, Stage, StageConfig, Value, identify, reusable
 from puna.storage import Artifact, Store

@@ -23,17 +23,15 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from puna.flows.engine.console import Console, in_short, tee_stderr
+from puna.flows.engine.console import Console, reason, saved_work, tee_stderr
 from puna.flows.report import place, write, written_before
 from puna.flows.server.client import from_environment, server_of
 from puna.flows.server.reporter import Reporter
 from puna.models.training import state as training_state
-from puna.models.training.state import load_record
 from puna.stages.contract import Outcome, Stage, StageConfig, Value, perform
 from puna.stages.executors import PROCESSES, PartExecutor, connect, ranks
 from puna.stages.identity.libraries import library_versions
 from puna.storage import Artifact, Identity, PunaError, Store, database, runs
-from puna.storage.explain import against
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILES = {"extract": 70, "heuristics": 52}  # stage → CPU seconds to compile its loops for a new processor
@@ -308,36 +306,3 @@ def message(store: Store, keys: Mapping[str, str], go_on: str) -> str:
     """Return the message for a stopped run: each unfinished step's saved work (`keys`: label → artifact key), then `go_on`."""
     steps = [f"{label}: {saved_work(store, key) or 'nothing is saved yet'}" for label, key in keys.items()]
     return f"Stopped. {'; '.join(steps) or 'Every step that started is finished'}. {go_on}"
-
-
-def reason(store: Store, identity: Identity, step: str) -> str:
-    """Describe the saved work from which a step goes on, else the changes since its last run; empty if there are none."""
-    if saved := saved_work(store, identity.key):
-        return f"goes on: {saved}"
-    why = against(store, identity, step)
-    return f"runs again: {in_short(why)}" if why else ""
-
-
-def saved_work(store: Store, key: str) -> str:
-    """Describe the saved work that the next attempt at an artifact reuses: training states, fits, small runs and parts; empty if none."""
-    if not any(store.files.list(f"work/{key}")):
-        return ""
-    scratch = store.files.scratch(f"work/{key}/scratch")
-    fits, trials = (sum(1 for _ in scratch.glob(f"{name}-*.json")) for name in ("fit", "trial"))
-    parts = sum(name.endswith(".json") for name in store.files.list(f"work/{key}/parts"))
-    trainings = _trainings(scratch)
-    counts = ((fits, "fit"), (trials, "small run"), (parts, "finished part"))
-    phrases = [*trainings, *(f"{number:,} {what}{'s' if number > 1 else ''}" for number, what in counts if number)]
-    one = len(phrases) == 1 and (trainings or fits + trials + parts == 1)
-    return f"{', '.join(phrases)} {'is' if one else 'are'} saved" if phrases else ""
-
-
-def _trainings(scratch: Path) -> list[str]:
-    """Describe the progress of each training run with a saved state in the scratch folder."""
-    folders = sorted({path.parent for path in scratch.rglob("step-*")})
-    phrases = []
-    for folder in folders:
-        if record := load_record(folder):
-            name = f"{folder.name} " if len(folders) > 1 else ""
-            phrases.append(f"{name}{record['unit']} {record['done']:,} of {record['of']:,} ({record['seconds']:,.0f} s of work)")
-    return phrases
