@@ -6,6 +6,7 @@ key-value store of torch.distributed; results are exchanged within the stage, no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import math
@@ -89,6 +90,8 @@ def join() -> None:
         number(name)
     if number("RANK") >= count():
         raise PunaError(f"RANK={number('RANK')}: the ranks of WORLD_SIZE={count()} processes are 0 to {count() - 1}; number them so")
+    if JOINED in os.environ and not number("RANK") and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if the launcher is killed, rank 0 stops, and so do the others
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each lost connection is a page of C++ frames; our errors name the rank
     import torch
 

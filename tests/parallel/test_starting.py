@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from pydantic import Field
@@ -322,6 +323,29 @@ def test_a_second_stop_ends_ranks_that_do_not_react(tmp_path: Path, monkeypatch:
 def test_the_end_of_a_terminal_stops_rank_0_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert stopped(WORKING, tmp_path, signal.SIGHUP, signal.SIGHUP) == 7
     assert not capfd.readouterr().err  # the others see no page of C++ frames
+
+
+LED = """
+import os, sys, time
+from pathlib import Path
+from puna.stages.executors import ranks
+ranks.LAST_WORDS = 0.5
+ranks.join()
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+ranks.follow(print) if ranks.follows() else time.sleep(300)
+"""
+
+
+def test_ranks_stop_when_their_launcher_is_killed(tmp_path: Path):
+    started = f"import sys; from puna.stages.executors import ranks; ranks.start([sys.executable, '-c', {LED!r}, {str(tmp_path)!r}], 2)"
+    launcher = subprocess.Popen([sys.executable, "-c", started], stderr=subprocess.DEVNULL, start_new_session=True)
+    while not all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    ranks = [psutil.Process(int((tmp_path / rank).read_text())) for rank in "01"]
+    launcher.kill()
+    launcher.wait()
+    assert not psutil.wait_procs(ranks, timeout=60)[1]
 
 
 class DividedConfig(StageConfig):
