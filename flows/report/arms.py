@@ -136,7 +136,9 @@ class Claim:
         """Return the verdict as text. The interval of a gain is above 0; the gain is earned if the control's budget was no smaller."""
         if self.gain.low <= 0:
             return "cost" if self.gain.high < 0 else "earned nothing"
-        return "earned" if (self.budget_ratio or 0) >= 1 else "more, for a larger budget" if self.budget_ratio else "more, budgets unknown"
+        if self.budget_ratio is None:
+            return "more, budgets unknown"
+        return "earned" if self.budget_ratio >= 1 else "more, for a larger budget"
 
 
 @dataclass(frozen=True)
