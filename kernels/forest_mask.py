@@ -155,8 +155,7 @@ class ForestMask:
 
         The tuple is (order_qk, counts_qk, order_kq, counts_kq). `order_qk` [blocks of queries, blocks of keys] int32 begins with the key
         blocks of which every query sees every key, then the key blocks that need the mask; `counts_qk` [blocks of queries, 2] int32 has the
-        ends of both parts. The largest `end` in a key block tells if it is skipped, the smallest if it needs no mask. No host sync occurs.
-        """
+        ends of both parts. The largest `end` of a key block tells if it is skipped, the smallest if it needs no mask. No host sync."""
         if (rows, columns) not in self._blocks:
             kinds_QK = self._block_kinds(rows, columns)
             self._blocks[rows, columns] = (*_visits(kinds_QK), *_visits(kinds_QK.T))

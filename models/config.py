@@ -200,10 +200,8 @@ class ModelConfig(ModelShape):
         if self.model_type not in get_args(ModelType):
             raise ValueError(f"model_type = {self.model_type!r} is not supported (only {', '.join(get_args(ModelType))})")
         if self.model_type != "puna" and self.model_type not in able:
-            raise ValueError(
-                f"a checkpoint of model_type {self.model_type!r} cannot hold a model with "
-                f"{', '.join(sorted(has)) or 'no variation'}; leave model_type out to have one chosen"
-            )
+            raise ValueError(f"a checkpoint of model_type {self.model_type!r} cannot hold a model with "
+                f"{', '.join(sorted(has)) or 'no variation'}; leave model_type out to have one chosen")  # fmt: skip
         return self.model_type
 
     @property

@@ -74,7 +74,7 @@ def _over(default: object, value: Any) -> Any:
 
 
 def did_you_mean(wrong: str, names: Iterable[str], exact: Sequence[str] = ()) -> str:
-    """Return the end of an error message about an unknown name: the first of `exact`, else the closest name, else all names."""
+    """Return the end of an error message about an unknown name: up to three of `exact`, else the closest name, else all names."""
     candidates = list(names)
     near = exact[:3] or difflib.get_close_matches(wrong, candidates, 1)
     return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(candidates)}" if candidates else "; there are none"

@@ -19,10 +19,8 @@ def tokens_apart(ids: Sequence[list[int]], answers: Sequence[str]) -> tuple[list
         shared += 1
     tokens = [one[shared] if len(one) > shared else -1 for one in ids]
     if -1 in tokens or len(set(tokens)) < len(tokens):
-        raise PunaError(
-            f"judge: the model's tokenizer does not tell the answers {', '.join(answers)} apart by one token; "
-            "change the answers, or choose another model"
-        )
+        raise PunaError(f"judge: the model's tokenizer does not tell the answers {', '.join(answers)} apart by one token; "
+            "change the answers, or choose another model")  # fmt: skip
     return ids[0][:shared], tokens
 
 

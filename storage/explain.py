@@ -114,13 +114,17 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, old value, new value) for each value that differs in nested dicts and lists; a missing value is None."""
-    if isinstance(before, dict | list) and type(before) is type(now):
+    """Yield (path, old value, new value) for each value that differs in nested dicts and lists of dicts; a missing value is None."""
+    if type(before) is type(now) and _is_nested(before) and _is_nested(now):
         old, new = (one if isinstance(one, dict) else dict(enumerate(one)) for one in (before, now))
         for name in sorted(old | new):
             yield from _differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
     elif before != now:
         yield path, before, now
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, dict) for item in value))
 
 
 def _short(value: Any) -> str:

@@ -6,8 +6,9 @@ import atexit
 import os
 import sys
 
-# Ctrl-C during the imports of commands ends the program without a traceback.
-sys.excepthook = lambda kind, *error: None if issubclass(kind, KeyboardInterrupt) else sys.__excepthook__(kind, *error)
+if os.path.basename(sys.argv[0]) in ("puna", "-m"):  # the program: Ctrl-C during its imports ends it without a traceback
+    _hook = sys.excepthook
+    sys.excepthook = lambda kind, *error: None if issubclass(kind, KeyboardInterrupt) else _hook(kind, *error)
 status: list[int] = []
 """Statuses of the program `puna`, of which the last is the one that it ends with; empty in other programs."""
 

@@ -150,9 +150,15 @@ def leads(processes: int, modules: list[str] | None = None, check: Callable[[Cal
 
     os.environ.update(ranks.slurm())
     if processes > 1 and ranks.count() == 1:
-        os.environ["WORLD_SIZE"] = str(processes)  # for the checks
-        import_modules(modules)
-        check(start)
+        seen = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        os.environ.update(seen)  # the checks see as many processes as will run
+        try:
+            import_modules(modules)
+            check(start)
+            return False
+        finally:
+            for name in seen:
+                del os.environ[name]
     if processes not in (1, ranks.count()):
         raise PunaError(f"--processes {processes}: {ranks.count()} processes run already (WORLD_SIZE, of torchrun or srun); leave it out")
     ranks.join()

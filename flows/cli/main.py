@@ -77,8 +77,7 @@ def plan(
     still to run is run only if their output is new. The cost of pretraining is computed from the model's shape, which comes from the
     recipe, the input model or choose_size. A packed row counts as one long document, which makes attention cost most. Times are computed
     from this CPU's measured rates or the GPU's data sheet. For several GPUs, the plan is for the recipe's own layout or, without one, for
-    the fastest tested layouts that fit: at most three, one per set of parallel axes. Bytes are those of one device under the first layout.
-    """
+    the fastest tested layouts that fit: at most three, one per set of parallel axes. Bytes are of one device under the first layout."""
     from puna.flows.engine.cost import CPU, Total, answering, pretraining, steps_of
     from puna.flows.engine.launch import Request
     from puna.flows.engine.plan import STATES

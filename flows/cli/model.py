@@ -138,8 +138,7 @@ def generate(
     store: StoreOption = DEFAULT_STORE, project: ProjectOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per answer: text, tokens, logprobs, finished, cost")] = False,
 ) -> None:  # fmt: skip
-    """Answer prompts, in batches. A line of standard input is a JSON string, a list of messages, or an object with `prompt`
-    or `messages`."""
+    """Answer prompts in batches. A line of the input is a JSON string, a list of messages, or an object with `prompt` or `messages`."""
     requests: list[Any] = [_unicode(text, "PROMPT") for text in prompts or ()]
     requests = requests or [_parse_prompt(number, line) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
     if not requests:

@@ -56,10 +56,8 @@ def write_warc(path: Path, pages: Sequence[Page], description: dict[str, str]) -
 
 def _response(page: Page) -> bytes:
     date, payload = _date(page.fetched_at), _digest(page.body)
-    http = (
-        f"HTTP/1.1 200 OK\r\nDate: {format_datetime(page.fetched_at.astimezone(UTC), usegmt=True)}\r\n"
-        f"Content-Type: {page.content_type}\r\nContent-Length: {len(page.body)}\r\n\r\n"
-    )
+    http = (f"HTTP/1.1 200 OK\r\nDate: {format_datetime(page.fetched_at.astimezone(UTC), usegmt=True)}\r\n"
+        f"Content-Type: {page.content_type}\r\nContent-Length: {len(page.body)}\r\n\r\n")  # fmt: skip
     about = {"WARC-Target-URI": page.url, "WARC-Payload-Digest": payload, "Content-Type": "application/http; msgtype=response"}
     return _record("response", f"{page.url} {date} {payload}", date, about, http.encode() + page.body)
 

@@ -56,8 +56,9 @@ class Console:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        with contextlib.suppress(OSError):  # of a closed terminal; it must not replace the run's own error
+            if self._bar is not None:
+                self._bar.stop()
 
     def say(self, text: str | Table, *, styled: bool = False) -> None:
         (self._bar.console if self._bar else self._terminal).print(text, markup=styled)
@@ -239,12 +240,8 @@ def saved_work(store: Store, key: str) -> str:
 def _trainings(scratch: Path) -> list[str]:
     """Describe the progress of each training run with a saved state in the scratch folder."""
     folders = sorted({path.parent for path in scratch.rglob("step-*")})
-    phrases = []
-    for folder in folders:
-        if record := load_record(folder):
-            name = f"{folder.name} " if len(folders) > 1 else ""
-            phrases.append(f"{name}{record['unit']} {record['done']:,} of {record['of']:,} ({record['seconds']:,.0f} s of work)")
-    return phrases
+    found = [(f"{one.name} " if len(folders) > 1 else "", record) for one in folders if (record := load_record(one))]
+    return [f"{name}{one['unit']} {one['done']:,} of {one['of']:,} ({one['seconds']:,.0f} s of work)" for name, one in found]
 
 
 @contextlib.contextmanager

@@ -36,12 +36,13 @@ def check(
     exists needs nothing. If the artifacts of all steps exist, the inputs are not sampled. `planned`: the number of processes, which only a
     run's command starts, is not checked."""
     traced = trace(flow, recipe, given)
-    complaints = traced.complaints + rank_jobs.idle(flow.name, (step.step.stage for step in traced.steps))
+    complaints = list(traced.complaints)
     planner = Planner(recipe, store)
     if not complaints:
         planner.walk(flow, given)
         if all(step.state == "reused" for step in planner.steps):
             return
+    complaints += [] if planned else rank_jobs.idle(flow.name, (step.step.stage for step in traced.steps))
     files = [item for value in given.values() for output in outputs(value) for item in output.items if isinstance(item, External)]
     reading = next((step.config for step in traced.steps if isinstance(step.config, IngestConfig)), None)
     look: Callable[[float], TextSample] | None = None
@@ -73,8 +74,8 @@ def check_stage(
 ) -> None:
     """Raise PunaError with all unmet needs of a single stage, unless its artifact exists; `planned`: see `check`."""
     inputs = {name: tuple(_facts(item, None) for item in items) for name, items in stage.check(dict(given)).items() if items}
-    misfits = [] if planned else [f"{stage.name}: {line}" for line in rank_jobs.misfits(stage, config, inputs)]
-    complaints = rank_jobs.idle(stage.name, [stage]) + misfits + stage.unmet(config, Facts(inputs, _memory(executor)))
+    misfits = [f"{stage.name}: {line}" for line in rank_jobs.misfits(stage, config, inputs)]
+    complaints = ([] if planned else rank_jobs.idle(stage.name, [stage]) + misfits) + stage.unmet(config, Facts(inputs, _memory(executor)))
     if complaints and reusable(stage, identify(stage, config, dict(given)), store) is None:
         raise PunaError("\n".join(complaints))
 

@@ -5,6 +5,7 @@ Its valid fields are derived from the steps of the flows, see `puna.flows.engine
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ C = TypeVar("C", bound=StageConfig)
 IsText = Callable[[str], bool] | None
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BYTES = 1 << 20  # maximum bytes of a recipe file
+NOT_TEXT = re.compile(r"\s*|null|~|'.*'|\".*\"", re.DOTALL)
 ENDINGS = (".yaml", ".yml")
 BASE = "curation"  # recipe with the rules of curation, from which the shipped recipes and recipe files inherit; not meant to be run
 MAX_BASES = 10  # longest chain of recipes that inherit from each other
@@ -271,7 +273,7 @@ def unshare(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 def overridden(values: dict[str, Any], change: str, is_text: IsText = None) -> None:
     """Set `a.b=value` (YAML) in nested `values`. A number addresses a list item; groups are merged. Raise PunaError for a wrong path.
-    `is_text`: True for the path of a string, which is the text itself if YAML reads something else."""
+    `is_text`: True for the path of a string, which is the text itself, unless that is empty, null or quoted."""
     path, sign, text = change.partition("=")
     if not sign or not path:
         raise PunaError(f"--set {change}: write FIELD=VALUE, for example select.gopher_quality.min_words=60")
@@ -288,9 +290,7 @@ def overridden(values: dict[str, Any], change: str, is_text: IsText = None) -> N
             raise PunaError(f"--set {change}: {group} is not a group of fields")
         inside = inner
     with errors_at(f"--set {change}", yaml.YAMLError):
-        value = yaml.safe_load(text)
-    if is_text is not None and not isinstance(value, str | None) and is_text(path):
-        value = text
+        value = text if is_text is not None and not NOT_TEXT.fullmatch(text) and is_text(path) else yaml.safe_load(text)
     where: Any = _place(inside, last, change) if isinstance(inside, list) else last
     before = inside[where] if isinstance(inside, list) else inside.get(where)
     inside[where] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value

@@ -213,16 +213,27 @@ def _compile_mark(stage: Stage) -> Path | None:
     return None if there else mark
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, which is sent again if it is dropped, as Python drops errors in callbacks of imports and of the garbage collector."""
+class Stopped(BaseException):
+    """A signal that is sent again if it is dropped, as Python drops errors in callbacks of imports and of the garbage collector."""
+
+    arrived = False
 
     def __del__(self, state: ModuleType = training_state) -> None:
-        if state.announce is not None:  # inside `ended_in_order`
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if state.announce is not None and not self.arrived:  # inside `ended_in_order`
+            number = signal.SIGINT if isinstance(self, KeyboardInterrupt) else signal.SIGTERM
+            threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+
+
+class Interrupted(Stopped, KeyboardInterrupt):
+    """Ctrl-C."""
+
+
+class Terminated(Stopped, SystemExit):
+    """SIGTERM."""
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise Interrupted if number == signal.SIGINT else SystemExit(128 + number)
+    raise Interrupted if number == signal.SIGINT else Terminated(128 + number)
 
 
 def _announce() -> None:
@@ -234,16 +245,17 @@ def _announce() -> None:
 def ended_in_order() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM stop the run, inside the `with` block, unless they have other handlers. A training step in progress is
     finished first. Dropped interrupts are sent again."""
-    training_state.announce = _announce
+    outside, training_state.announce = training_state.announce, _announce
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, _stop) for number, one in usual.items() if main and signal.getsignal(number) is one}
     try:
         yield
-    except Interrupted:
-        raise KeyboardInterrupt from None
+    except Stopped as error:
+        error.arrived = True
+        raise
     finally:
-        training_state.announce = None
+        training_state.announce = outside
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -165,7 +165,7 @@ def load(name: str, changes: list[str] | None = None, flow: str = "pipeline", ba
     for other in load_flows().values():
         steps = {**steps, **fields(other), **steps}
         settings = {**everything(other).settings, **settings}
-    every = {label: step.stage.config for label, step in steps.items()}
+    every = {label: step.stage.config for label, step in steps.items()} | {key: one.annotation for key, one in General.model_fields.items()}
     values, layers = read_values(name, changes or [], base, lambda path: takes_text(every, path))
     changed = {change.partition("=")[0].partition(".")[0] for change in changes or []}
     for label, step in steps.items():

@@ -19,14 +19,10 @@ SEEN_FLAGS = (
 BITS = BIT | {"hidden": L.HIDDEN, "aria_hidden": L.ARIA_HIDDEN}
 FLAG_BITS = np.array([BITS[name] for name in SEEN_FLAGS.split()], np.int64)
 OWN = "words chars linked links stops commas digits upper inline images pre forms last length marker gap tag depth"
-PLACE = (
-    "path_score path_lowest score0 score1 score2 score3 text_sum text_mean index place words_before words_after h1_blocks h1_words "
-    "head_blocks head_level head_text head_linked title same_title"
-)
-GROUP = (
-    "group_blocks group_words group_linked group_stops group_share group_text group_first sign_blocks sign_words "
-    "focus_in focus_up focus_share focus_linked lca_share lca_linked copies copy"
-)
+PLACE = ("path_score path_lowest score0 score1 score2 score3 text_sum text_mean index place words_before words_after h1_blocks h1_words "
+    "head_blocks head_level head_text head_linked title same_title")  # fmt: skip
+GROUP = ("group_blocks group_words group_linked group_stops group_share group_text group_first sign_blocks sign_words "
+    "focus_in focus_up focus_share focus_linked lca_share lca_linked copies copy")  # fmt: skip
 PAGE = "page_blocks page_words page_linked page_stops page_p page_li page_h1 page_heads page_images page_forms page_focus page_main"
 LEVELS = 6  # number of containers above a block that have features
 NEIGHBOURS = (-3, -2, -1, 1, 2, 3)

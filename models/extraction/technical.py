@@ -11,10 +11,8 @@ from puna.kernels.text.search import Words
 
 # A page without any of these has nothing for `rewrite_technical`: most pages have none.
 HINTS = Words("<math", "<MATH", "math/tex", "blob-code", "blob-num", "hljs-ln", "CodeMirror", "lineno", "line-number", "gutter")
-NUMBERS = (
-    "td.linenos, td.lineno, td.gutter, td.rouge-gutter, td.blob-num, td.hljs-ln-numbers, pre.lineno, pre.linenos, "
-    "pre .lineno, pre .linenos, pre .line-numbers-rows, pre .line-number, .CodeMirror-linenumber, .CodeMirror-gutters"
-)
+NUMBERS = ("td.linenos, td.lineno, td.gutter, td.rouge-gutter, td.blob-num, td.hljs-ln-numbers, pre.lineno, pre.linenos, "
+    "pre .lineno, pre .linenos, pre .line-numbers-rows, pre .line-number, .CodeMirror-linenumber, .CodeMirror-gutters")  # fmt: skip
 LINES = "td.blob-code, td.hljs-ln-code"
 EDITOR = ".CodeMirror-code"
 DISPLAY = 'script[type="math/tex; mode=display"], script[type="math/tex;mode=display"]'

@@ -40,8 +40,7 @@ class Tokenizer(ChatFormat):
         stops: Sequence[int] = (), generation: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Make a tokenizer. `named`: special tokens by their names (`bos_token`, …). `stops`: ids of tokens that end an answer, besides
-        `eos_token`'s. Raise TokenizerError if the vocabulary lacks a named special token, TemplateError if the template does not
-        compile."""
+        `eos_token`'s. Raise TokenizerError if the vocabulary lacks a named special token, TemplateError for a wrong template."""
         super().__init__(backend)
         self.named, self.generation = dict(named), dict(generation or {})
         if missing := [token for token in self.named.values() if self.id_of(token) is None]:

@@ -1,8 +1,7 @@
 """The driver of PPO and GRPO: sample, score, estimate advantages, update the policy (and PPO's critic), repeat.
 
 Rollout k draws prompts, samples and minibatches from (seed, k), so the state after a rollout is weights, moments and a few numbers. While a
-rollout is sampled, the scored waves are saved; between its updates, all inputs are saved (not with `max_stale`). On a CPU, a resumed run is
-bit-identical."""
+rollout is sampled, scored waves are saved; between updates, all inputs (not with `max_stale`). A resumed run on a CPU is bit-identical."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def reward_benchmark(
     `accuracy`; the accuracies of always choosing the longer (`always_longer`) or the shorter answer, in characters; the mean `margin`. The
     metric `subset_mean` weights all subsets equally. With `answers` and their `prompts`, means over prompts: `reward`, `spread` (standard
     deviation over a prompt's answers) and `best_reward`. If verifiers scored the answers, also the share of right answers among all
-    (`right`) and among the best by reward (`right_of_best`), and of prompts with a right answer (`right_of_any`). `scores` has each
-    reward."""
+    (`right`) and among the best by reward (`right_of_best`), and of prompts with a right answer (`right_of_any`). `scores`: rewards."""
     if not preferences and answers is None:
         raise PunaError("reward_benchmark: there is nothing to score; give preferences or answers")
     if (answers is None) != (prompts is None):

@@ -1,8 +1,7 @@
 """Synthetic training data: problems and answers from a model, kept only if a check confirms the answers.
 
 As in Llama 3, section 4.3, a model writes problems similar to the examples, and answers each problem several times. Code is checked by
-tests, maths by agreement among the answers, given prompts by their verifiers. If no answer is right, the model gets the check's message and
-tries again."""
+tests, maths by agreement among answers, given prompts by verifiers. If no answer is right, the model gets the message and tries again."""
 
 from __future__ import annotations
 

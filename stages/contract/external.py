@@ -81,8 +81,7 @@ class External:
 
         Without a name, a flat folder of only archives (WARC, WET, Parquet, JSONL) gives one input per file, named after the file.
         Any other URI gives one input, named after its last part. `hf://datasets/OWNER/NAME[@REVISION]` is a whole data set and
-        `hf://OWNER/NAME[@REVISION]` a model, both resolved to a commit; with a path appended, they give files. Raise PunaError for an
-        unreadable URI."""
+        `hf://OWNER/NAME[@REVISION]` a model, both resolved to a commit; with a path, they give files. Raise PunaError for a bad URI."""
         name, _, uri = text.partition("=") if is_named(text) else ("", "", text)
         if not uri:
             raise PunaError(f"input {text!r} names no file or folder; write [NAME=]URI")

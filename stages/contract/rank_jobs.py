@@ -74,7 +74,7 @@ def check(stage: Stage, config: StageConfig, inputs: Collection[str] = ()) -> No
 
 def idle(name: str, stages: Iterable[Stage]) -> list[str]:
     """Return an error message if several processes run and none of the `stages` of a run can be divided among them."""
-    line = f"{name} runs in one process, and {ranks.count()} were asked for: leave --processes or torchrun out"
+    line = f"{name} runs in one process, and {ranks.count()} were started: start one, without --processes, torchrun or srun"
     return [] if ranks.count() == 1 or any(stage.ranks for stage in stages) else [line]
 
 

@@ -102,10 +102,8 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     if not body_bytes:
         inputs_named = ", ".join(dict.fromkeys(job.uri or (job.file.location if job.file else job.name) for job in jobs[:3]))
         outcomes = f": {', '.join(f'{count} {rule}' for rule, count in rules.most_common())}{hints(rules)}" if rules else ""
-        raise PunaError(
-            f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}"
-            f"{outcomes}{_kinds(without, examples) if rules.keys() & {'not_a_page', UNREADABLE} else ''}"
-        )
+        raise PunaError(f"ingest: {inputs_named}{', …' if len(jobs) > 3 else ''}: no page is kept; files {len(jobs)}, records {came}"
+            f"{outcomes}{_kinds(without, examples) if rules.keys() & {'not_a_page', UNREADABLE} else ''}")  # fmt: skip
     run.metric("files", len(jobs))
     if without:
         run.metric("files_without_page", without.total())

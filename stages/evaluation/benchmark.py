@@ -137,8 +137,7 @@ def format_of(task: Task, prompts: PromptFormat, options: Options = "cloze") -> 
 
 
 def room_of(how: Generation, longest: int, where: str) -> int:
-    """Return the number of tokens left for a question in a context of `longest` tokens. Raise a PunaError that begins with `where` if there
-    are none."""
+    """Return the number of tokens left for a question in a context of `longest` tokens. Raise PunaError with `where` if there are none."""
     if (room := longest - how.max_gen_toks) < 1:
         raise PunaError(f"{where}: max_gen_toks {how.max_gen_toks} leaves no room for a question in a context of {longest} tokens")
     return room

@@ -90,8 +90,12 @@ def join() -> None:
         number(name)
     if number("RANK") >= count():
         raise PunaError(f"RANK={number('RANK')}: the ranks of WORLD_SIZE={count()} processes are 0 to {count() - 1}; number them so")
-    if JOINED in os.environ and not number("RANK") and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if the launcher is killed, rank 0 stops, and so do the others
+    if JOINED in os.environ and sys.platform == "linux":
+        if not number("RANK"):
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if the launcher is killed, rank 0 stops, and so do the others
+        (launcher := select.poll()).register(int(os.environ[JOINED]), 0)
+        if launcher.poll(0):  # it was killed before: the pipe has no reader
+            raise SystemExit(1)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each lost connection is a page of C++ frames; our errors name the rank
     import torch
 
@@ -242,25 +246,19 @@ def start(command: Sequence[str], processes: int) -> int:
 def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
     """Run all ranks. Return the exit status of rank 0, else of another failed rank, else 0; 128 plus the number of the signal to this
     process that ended them. If a signal killed a rank and no stop was requested, return minus that signal's number."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     joined, pipe = os.pipe()
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
-    common = {
-        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads, JOINED: str(pipe),
-    }  # fmt: skip
-    workers, asked, deadline = list[subprocess.Popen[bytes]](), list[int](), math.inf
+    workers, stops, deadline = list[subprocess.Popen[bytes]](), list[int](), math.inf
 
     def stop(number: int, _: Any) -> None:
         nonlocal deadline
-        asked.append(number)
+        stops.append(number)
         if not select.select([joined], [], [], 0)[0]:
             deadline = 0.0  # no rank has begun to work
-        elif number != signal.SIGHUP or asked.count(number) == 1:  # a terminal that closes sends it twice
-            deadline = deadline if asked.count(number) == 1 else min(deadline, time.monotonic() + LAST_WORDS)
+        elif len(stops) == 1:
             workers[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        elif signal.SIGHUP not in (number, stops[0]):  # a terminal that closes sends it twice, and a logout also SIGTERM
+            deadline = min(deadline, time.monotonic() + LAST_WORDS)
+            workers[0].send_signal(number)
 
     def wait(done: Callable[[], bool]) -> None:
         while not done() and time.monotonic() < deadline:
@@ -269,17 +267,13 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        # Separate sessions, because a terminal's Ctrl-C would reach all ranks at once, in the middle of different steps.
-        for rank in range(processes):
-            own, environment = None if rank == 0 else subprocess.DEVNULL, os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            workers.append(subprocess.Popen(command, env=environment, start_new_session=True, stdin=own, stdout=own, pass_fds=[pipe]))
-        os.close(pipe)
+        for worker in _spawned(command, processes, attempt, pipe):
+            workers.append(worker)
         wait(lambda: any(worker.poll() for worker in workers) or all(worker.poll() == 0 for worker in workers))
         statuses = [worker.poll() for worker in workers]
         killed = next((status for status in statuses if status is not None and status < 0), None)
-        if killed is not None and not asked:
-            return killed
-        wait(lambda: workers[0].poll() is not None)  # its next exchange fails with an error that is more informative than a follower's
+        # Rank 0's next exchange fails with an error that is more informative than a follower's.
+        wait(lambda: (killed is not None and not stops) or workers[0].poll() is not None)
         status = workers[0].poll()
     finally:
         for worker in reversed(workers):  # rank 0 last: the others would say that it is gone
@@ -289,8 +283,27 @@ def _attempt(command: Sequence[str], processes: int, attempt: int) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
         os.close(joined)
-    if asked and not deadline:
-        print("stopped before all processes had started; start the same command again", file=sys.stderr)
-    if asked and (status is None or status < 0):
-        return 128 + asked[0]
+    if killed is not None and not stops:
+        return killed
+    if stops and not deadline:
+        with contextlib.suppress(OSError):  # of a closed terminal
+            print("stopped before all processes had started; start the same command again", file=sys.stderr, flush=True)
+    if stops and (status is None or status < 0):
+        return 128 + stops[0]
     return abs(status or 0) or next((abs(one) for one in statuses if one), 0)
+
+
+def _spawned(command: Sequence[str], processes: int, attempt: int, pipe: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the ranks, in separate sessions: a terminal's Ctrl-C would reach all at once, in the middle of different steps."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+    own = {
+        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt), "OMP_NUM_THREADS": threads, JOINED: str(pipe),
+    }  # fmt: skip
+    with os.fdopen(pipe, "wb"):
+        for rank in map(str, range(processes)):
+            file, environment = None if rank == "0" else subprocess.DEVNULL, os.environ | own | {"RANK": rank, "LOCAL_RANK": rank}
+            yield subprocess.Popen(command, env=environment, start_new_session=True, stdin=file, stdout=file, pass_fds=[pipe])

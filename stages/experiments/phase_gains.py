@@ -61,8 +61,7 @@ def phase_gains(
 
 
 def _measure(model: Artifact, texts: Sequence[str], context: int | None, window: int | None) -> tuple[npt.NDArray[np.float64], ...]:
-    """Return nats and numbers of tokens [2, P] of texts: in the first `context` tokens, and after. `window`: tokens per pass; None: the
-    model's context."""
+    """Return nats and numbers of tokens [2, P] of texts: in the first `context` tokens, and after. `window`: tokens per pass; None: all."""
     network, tokenizer = load_model(model, "lm", frozen=True)
     whole = [[*tokenizer.lead, *ids, *tokenizer.end] for ids in tokenizer.encode_batch(texts)]
     starts = [ids[:context] for ids in whole]

@@ -81,10 +81,8 @@ def check(files: Iterable[Path | str]) -> None:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             same = False
         if not same:
-            raise PunaError(
-                f"{file} was edited while this process runs, and the process still runs the old code: nothing is committed, "
-                "since its key would refer to the new code. Start the process again"
-            )
+            raise PunaError(f"{file} was edited while this process runs, and the process still runs the old code: nothing is committed, "
+                "since its key would refer to the new code. Start the process again")  # fmt: skip
         if time.time() - now.st_ctime > SETTLED:
             _unedited[file] = state
 

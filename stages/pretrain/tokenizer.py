@@ -42,8 +42,7 @@ def tokenizer(documents: Documents, mixture: Mixture | None, model: Model | None
     With a mixture, only its training documents are used. The sample is the documents with the smallest hashes, up to a total of `max_bytes`
     (at least one document). One library call learns all merges, so Ctrl-C and Stop wait for its end (4 s by default, 71 s for 240 MB and
     128,000 tokens on two cores); after a kill it starts again. A tokenizer trained from scratch must decode the tokens of every sampled
-    text to the same text. With a model, its tokenizer is reused for continued pretraining, and `new_tokens` tokens are learned from the
-    sample and added."""
+    text to the same text. With a model, its tokenizer is reused; `new_tokens` of the sample are learned and added."""
     from puna.models.tokens.growth import grown_tokenizer
     from puna.models.tokens.tokenizer import Tokenizer, TokenizerError
 

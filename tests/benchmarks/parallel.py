@@ -3,17 +3,18 @@
     python tests/benchmarks/parallel.py --json [--kills 20] [--part equality …]
 
 Ranks are gloo processes of this machine. `combinations_proved` of `combinations_tried` counts layouts x objectives, layouts x models, and
-rows of tests/parallel (`rows_proved` of `rows_tried`), bf16 among them, that equal one process as those tests ask; `worst_relative_difference` is of gradients and log in
-fp32. `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of about 1,024 tokens over 16 ranks;
-`load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the bytes that it keeps;
-`load_weights_ratio` is the same for a model's weights, and `load_weights_memory_ratio` the memory that a rank takes for them over the bytes
-that it keeps; `two_process_speedup` compares tokens per second of a model of 3.2 million parameters on two cores, which should be idle.
-`plan_error_published` is the median error of `puna plan` over published runs, see published_plans.py.
+rows of tests/parallel (`rows_proved` of `rows_tried`), bf16 among them, that equal one process as those tests ask;
+`worst_relative_difference` is of gradients and log in fp32. `cp_imbalance` is the largest load over the mean of 32,768 rows in documents of
+about 1,024 tokens over 16 ranks; `load_state_peak_ratio` is the bytes that a rank reads from disk to resume in the same layout over the
+bytes that it keeps; `load_weights_ratio` is the same for a model's weights, and `load_weights_memory_ratio` the memory that a rank takes
+for them over the bytes that it keeps; `two_process_speedup` compares tokens per second of a model of 3.2 million parameters on two cores,
+which should be idle. `plan_error_published` is the median error of `puna plan` over published runs, see published_plans.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
@@ -59,18 +60,23 @@ def combinations() -> list[Row]:
     return [*plain, *(Row({axis: 2}, "sft", variant) for axis, variants in VARIANTS.items() for variant in variants)]
 
 
-def equality(pool: Pool) -> dict[str, float]:
+def table() -> str:
+    """Return a digest of all that `equality` compares."""
+    return hashlib.sha256("\n".join(map(str, [*combinations(), *ROWS])).encode()).hexdigest()[:16]
+
+
+def equality(pool: Pool) -> dict[str, Any]:
     """Compare all combinations, and the rows of the tests, with one process; the differences are those in fp32."""
     differences, proved = list[float](), dict[str, list[bool]](combinations=[], rows=[])
     for kind, rows in (("combinations", combinations()), ("rows", ROWS)):
         for row in rows:
-            result = pool.run("compare", size(row.layout), **row.given)[0]
+            result = pool.run("compare", size(row.layout), **row.arguments)[0]
             proved[kind].append(row.is_equal(result))
             if row.more.get("precision") != "bf16":
                 differences.append(max(result["gradients"], result["rows"]))
             if not proved[kind][-1]:
                 print(f"differs: {row}: {result}", file=sys.stderr, flush=True)
-    counts = {"rows_proved": sum(proved["rows"]), "rows_tried": len(ROWS)}
+    counts = {"rows_proved": sum(proved["rows"]), "rows_tried": len(ROWS), "table": table()}
     every = proved["rows"] + proved["combinations"]
     return {**counts, "combinations_proved": sum(every), "combinations_tried": len(every), "worst_relative_difference": max(differences)}
 

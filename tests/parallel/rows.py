@@ -40,14 +40,14 @@ class Row(NamedTuple):
         return bool(MODELS[self.variant].get("tie_word_embeddings"))
 
     @property
-    def given(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of the job that compares."""
         more = self.more | ({"size": self.size} if self.size else {})
         return {"layout": self.layout, "objective": self.objective, "variant": self.variant, **more}
 
     @property
     def covers(self) -> set[tuple[Any, ...]]:
-        """The row's set of axes; and each of its axes with each of its features, with its number of ranks, and with stages' bits."""
+        """The row's set of axes; and each of its axes with each of its features, with its number of ranks, and with whether gradients must have one process's bits."""
         axes, features = Layout(**self.layout).axes, features_of(self.objective, self.variant, self.more)
         sizes = {(axis, size, self.has_same_bits) for axis, size in self.layout.items()}
         return {(axes,), *sizes, *((axis, feature) for axis in axes for feature in features)}

@@ -9,7 +9,7 @@ import pytest
 from puna.models.config import ModelConfig
 from puna.models.training.parallel.layout import AXES, UNPROVED, Layout
 from puna.models.training.parallel.mesh import buckets
-from tests.benchmarks import results
+from tests.benchmarks import parallel, results
 
 from .cases import MODELS, PLAIN
 from .conftest import Run
@@ -19,14 +19,15 @@ from .rows import BF16, EQUAL, INTERLEAVED, ROWS, SETS, Row, covering, unproved
 @pytest.mark.parametrize("row", covering(ROWS), ids=str)
 def test_two_steps_are_those_of_one_process(ranks: Run, row: Row):
     """These rows cover each axis with each feature; tests/benchmarks/parallel.py compares all rows."""
-    result, *_ = ranks("compare", Layout(**row.layout).processes, **row.given)
+    result, *_ = ranks("compare", Layout(**row.layout).processes, **row.arguments)
     assert row.is_equal(result), result
 
 
 def test_all_rows_were_compared_by_the_benchmark():
     (line,) = (line for line in results.FIGURES.read_text(encoding="utf-8").splitlines() if '"rows_tried"' in line)
     measured = json.loads(line.strip().rstrip(","))["measured"]
-    assert measured["rows_proved"] == measured["rows_tried"] == len(ROWS), "run tests/benchmarks/parallel.py, and take its figures"
+    assert measured["rows_proved"] == measured["rows_tried"] == len(ROWS)
+    assert measured["table"] == parallel.table(), "run tests/benchmarks/parallel.py --part equality, and take its figures"
 
 
 @pytest.mark.parametrize("axes", SETS, ids=lambda axes: " ".join(sorted(axes)))
@@ -113,7 +114,7 @@ def test_the_comparison_in_bf16_sees_faults(ranks: Run, fault: str, layout: dict
     ({"layout": {"tensor": 4}}, "num_key_value_heads is 2"),
     ({"layout": {"pipeline": 2}, "variant": "moe"}, "a model with experts"), ({"layout": {"shard": 2}, "variant": "nf4"}, "only without nf4"),
     ({"layout": {"expert": 2}}, "has no experts"),
-    ({"layout": INTERLEAVED, "size": (3, 2)}, "the model has 3 layers only, for 4 stages; set 3 stages or fewer"),
+    ({"layout": INTERLEAVED, "size": (3, 2)}, "the model has 3 layers only; set pipeline x virtual_stages to that or less"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_no_test_proves_is_refused_by_name(ranks: Run, given: dict[str, object], problem: str):
     for message in ranks("refusal", Layout(**given["layout"]).processes, **{"objective": "sft"} | given):

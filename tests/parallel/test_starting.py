@@ -366,7 +366,7 @@ def undivided(config: DividedConfig, run: StageRun) -> None:
 
 @pytest.mark.parametrize("name, problem", [
     ("divided", "divided: layout = shard 2 needs 2 processes, or a multiple of that; 3 run: start with --processes 2 or torchrun"),
-    ("undivided", "undivided runs in one process, and 3 were asked for: leave --processes or torchrun out"),
+    ("undivided", "undivided runs in one process, and 3 were started: start one, without --processes, torchrun or srun"),
 ])  # fmt: skip
 def test_a_run_that_does_not_fit_its_processes_is_refused_before_they_start(
     name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

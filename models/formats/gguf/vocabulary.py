@@ -157,10 +157,8 @@ def _pieces(raw: Mapping[str, Any], tokens: Sequence[str], types: list[int], mer
     if not raw["model"].get("byte_fallback") or '"▁"' not in normalizer:
         raise ValueError("a tokenizer that is neither byte-level nor falls back to bytes as SentencePiece does cannot be stored in GGUF")
     if '"prepend_scheme": "first"' in normalizer:
-        raise ValueError(
-            "llama.cpp puts SentencePiece's blank before a text always or never, this tokenizer (prepend_scheme first) at the "
-            "beginning only: it would read other tokens"
-        )
+        raise ValueError("llama.cpp puts SentencePiece's blank before a text always or never, this tokenizer (prepend_scheme first) at the "
+            "beginning only: it would read other tokens")  # fmt: skip
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge), rank)

@@ -30,8 +30,7 @@ def reward_loss(better: Tensor, worse: Tensor, weight: Tensor, total: float) -> 
     """Return ``-sum(weight * log sigmoid(better - worse)) / total``, without a margin (Llama 3, section 4.1.2).
 
     better, worse [M] float: rewards of each pair's answers; weight [M] float; total: prompts of the step that have a pair -> scalar. With
-    ``weight = 1 / pairs of the prompt`` all *prompts* count the same, whatever their number of answers (Ouyang et al. 2022, InstructGPT).
-    """
+    ``weight = 1 / pairs of the prompt`` all *prompts* count the same, whatever their answers (Ouyang et al. 2022, InstructGPT)."""
     return divide(-(weight * F.logsigmoid(better - worse)).sum(), total)
 
 

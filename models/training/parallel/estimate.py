@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -163,16 +162,16 @@ def process_bytes(config: ModelConfig, work: Work, layout: Layout, tokens: int =
 
 
 @functools.cache
-def layouts(devices: int) -> Sequence[Layout]:
+def layouts(devices: int) -> tuple[Layout, ...]:
     """Return all layouts of `devices` devices whose set of axes is in `PROVED`, that is, covered by a test. `VIRTUAL_STAGES` are varied."""
-    divisors, found = [size for size in range(1, devices + 1) if devices % size == 0], list[Layout]()
+    divisors, every = [size for size in range(1, devices + 1) if devices % size == 0], list[Layout]()
     for axes in sorted(PROVED, key=sorted):
         names = sorted(axes)
         for *sizes, stages in product(*[divisors[1:]] * len(names), VIRTUAL_STAGES if "pipeline" in axes else (1,)):
             if math.prod(sizes) == devices:
                 with contextlib.suppress(ValueError):  # beyond the bounds of an axis
-                    found.append(Layout(**dict(zip(names, sizes, strict=True)), virtual_stages=stages))
-    return found
+                    every.append(Layout(**dict(zip(names, sizes, strict=True)), virtual_stages=stages))
+    return tuple(every)
 
 
 def best_layouts(

@@ -131,7 +131,7 @@ def _pipeline(config: ModelConfig, stages: int) -> str | None:
     if config.moe is not None:
         return "a model with experts has a loss in each layer, which stages do not add up; choose data, shard or expert"
     layers = config.num_hidden_layers
-    return None if layers >= stages else f"the model has {layers} layers only, for {stages} stages; set {layers} stages or fewer"
+    return None if layers >= stages else f"the model has {layers} layers only; set pipeline x virtual_stages to that or less"
 
 
 def _expert(config: ModelConfig, size: int) -> str | None:

@@ -124,10 +124,8 @@ def out_of_fold(
         usable = {label: int(results.sum() - results[fold]) for label, results in counts.items()}
         if len(classes) < 2 or not min(usable.values()):
             census = ", ".join(f"{label}: {results.sum()}" for label, results in counts.items()) or "none"
-            raise PunaError(
-                f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; there are "
-                f"{census} in {config.folds} folds. Give more documents, fewer folds, or other labels"
-            )
+            raise PunaError(f"stage {run.stage}: a classifier needs two classes with labelled documents in every fold; there are "
+                f"{census} in {config.folds} folds. Give more documents, fewer folds, or other labels")  # fmt: skip
         state = str(run.scratch / f"{name}-fold-{fold}")
         jobs.append(_Job(fold, name, tuple(classes), _quota(usable, config), state, str(folder / FOLD.format(fold)), positive))
     confusion, counted_ = np.zeros((len(classes), len(classes)), np.int64), np.zeros(2 * (FINEST + 1), np.int64)

@@ -304,7 +304,5 @@ def check_signals(rules: list[Rule], carried: dict[str, str]) -> None:
         for signal in rule.signals:
             if signal not in carried:
                 off = rule.name if signal == rule.drop.signal else "code_reasoning"
-                raise PunaError(
-                    f"rule {rule.name} reads the signal {signal!r}, which no input contains "
-                    f"(they contain {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {off}=null"
-                )
+                raise PunaError(f"rule {rule.name} reads the signal {signal!r}, which no input contains "
+                    f"(they contain {', '.join(sorted(carried)) or 'none'}); give the stage that writes it, or set {off}=null")  # fmt: skip
