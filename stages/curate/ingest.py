@@ -19,6 +19,7 @@ from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
 from puna.stages.reading import readers
+from puna.stages.reading.bodies import sniff
 from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, Job, jobs_of, suffix
 from puna.stages.reading.pages import NO_PAGE, UNREADABLE, Page, Rejected, page_id, rejected_id, repetitions
 from puna.stages.reading.rows import FORMATS as TABLES
@@ -350,9 +351,3 @@ def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bo
     if not accepted[media]:
         return Rejected("content_type", record.where, f"{record.where}: {media or 'none'} {record.url}")
     return record._replace(content_type=media)
-
-
-def sniff(body: bytes) -> str:
-    """Return the media type of a page whose server gave none: text/html if the page starts like HTML, else an empty string."""
-    head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.stages.reading.bodies import gunzip, unzstd
+from puna.stages.reading.bodies import SNIFF_BYTES, gunzip, sniff, unzstd
 from puna.stages.reading.columns import TEXTS, Unread, batches, open_parquet, records, unpacked_bytes, values
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, GZIP_MAGIC, ZSTD_MAGIC, Unpacking, address, address_of, decompress, field_at, suffix
@@ -60,23 +60,25 @@ class Columns:
 
 
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield a file as one page or rejection. The media type is derived from the file's name; the date is 1970-01-01. The body is truncated
-    to `max_bytes` + 1 decompressed bytes."""
+    """Yield a file as one page or rejection. The media type is text/html if the file starts like HTML, else derived from its name; the date
+    is 1970-01-01. The body is truncated to `max_bytes` + 1 decompressed bytes."""
+    packed = name.lower().endswith((".zst", ".xz"))
     media = MEDIA_TYPES.get(suffix(name))
-    if media is None:
+    head = b"" if media or packed else handle.read(SNIFF_BYTES)
+    if not media and not sniff(head):
         yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is not a known type of page")
         return
     try:
-        if name.lower().endswith((".zst", ".xz")):
+        if packed:
             body = decompress(handle, name).read(max_bytes + 1)
-        elif (body := handle.read(max_bytes + 1)).startswith(GZIP_MAGIC) or name.lower().endswith(".gz"):
+        elif (body := head + handle.read(max_bytes + 1 - len(head))).startswith(GZIP_MAGIC) or name.lower().endswith(".gz"):
             body = gunzip(body + handle.read(max_bytes + PACKED_ROOM), max_bytes)
         elif body.startswith(ZSTD_MAGIC):
             body = unzstd(body + handle.read(max_bytes + PACKED_ROOM), max_bytes)
     except DAMAGE as error:
         yield Rejected("truncated_record", name, f"{name}: {error}")
         return
-    yield Page(address(source, name), 0, media, None, body, name)
+    yield Page(address(source, name), 0, sniff(body) or media or "text/html", None, body, name)
 
 
 def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:

@@ -485,6 +485,19 @@ def test_a_folder_of_pages(tmp_path):
     assert rules(made) == ["not_a_page", "truncated_record"]
 
 
+def test_a_file_that_starts_like_html_is_html_whatever_its_name(tmp_path):
+    (folder := tmp_path / "site").mkdir()
+    html, template = b"\n<!DOCTYPE html><p>words</p>" + b"x" * 2000, b"<!doctype html><?php echo $x ?>"
+    for name in ("page.php", "page.md", "page.xml", "page.shtml", "index.html?id=1", "page"):
+        (folder / name).write_bytes(html)
+    (folder / "t.php").write_bytes(template)
+    (folder / "notes.md").write_bytes(b"Write <html> first.")
+    made = read(tmp_path, folder)
+    types = {r["url"].rpartition("/")[2]: (r["content_type"], r["body"]) for r in made.read().to_pylist()}
+    assert types.pop("t.php") == ("text/x-php", template) and types.pop("notes.md")[0] == "text/markdown"
+    assert len(types) == 6 and set(types.values()) == {("text/html", html)} and rules(made) == []
+
+
 def test_parquet(tmp_path):
     table = pa.table({"text": ["one", None, "three"], "url": ["https://a.example.net/1", "x", None], "date": ["2020-01-02", None, "bad"]})
     pq.write_table(table, tmp_path / "t.parquet")
