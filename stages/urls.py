@@ -15,6 +15,8 @@ TRACKING = re.compile(
 SESSION = re.compile(r";(?:jsessionid|phpsessid|sid)=[^/?#]*", re.IGNORECASE)
 INDEX = re.compile(r"/(?:index|default)\.(?:html?|php|aspx?|jsp)$", re.IGNORECASE)
 ESCAPE = re.compile(r"%[0-9a-fA-F]{2}")
+HOST = re.compile(r"((?:[\w-]+\.)+[\w-]+)\.?(?::\d+)?(?=[/?#]|$)")
+FILE = re.compile(r"\.(?:cc|md|mov|pl|ps|py|rs|sh|so|zip)$", re.IGNORECASE)
 LONGEST_HOST = 253  # maximum number of bytes of a name in the DNS (RFC 1035); such a name has at most 127 labels
 UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
@@ -52,6 +54,16 @@ def normalize(url: str) -> str:
     pairs = [pair for pair in parsed.search.lstrip("?").split("&") if pair and not TRACKING.match(pair.partition("=")[0])]
     query = "&".join(sorted(_escapes(pair) for pair in pairs))
     return f"https://{host}{port}{path}" + (f"?{query}" if query else "")
+
+
+def of_host(text: str) -> str | None:
+    """Return a URL without a scheme as one with https; None unless `text` begins with a host below a public suffix of the list."""
+    page = text.strip().removeprefix("//")
+    host = HOST.match(page)
+    # A host alone may be the name of a file, since some endings are public suffixes, too.
+    if host is None or (FILE.search(page) and page == host[0] and not page.startswith("www.")):
+        return None
+    return f"https://{page}" if _suffixes().privatesuffix(host[1], accept_unknown=False) else None
 
 
 def _whatwg(url: str) -> Any:

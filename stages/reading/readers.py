@@ -33,7 +33,7 @@ DATE_COLUMNS = (
     "fetched_at", "fetch_time", "crawled_at", "crawl_date", "crawl_time", "crawl_timestamp", "crawl_ts", "date", "datetime", "timestamp",
     "published_at", "publish_date", "date_published", "added", "created", "created_at",
 )  # fmt: skip
-"""Usual names of the field that holds a row's time, in order of preference."""
+"""Usual names of the field that holds a row's time, in order of preference. The first with a date counts."""
 PACKED_ROOM = 1 << 16  # compressed bytes of a page that are read in addition to 2 * max_bytes
 FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
 """Rule of a `Fault` → rule of the `Rejected`. All other rules become malformed_record."""
@@ -149,7 +149,7 @@ def _existing(names: list[str], where: str, columns: Columns) -> list[str]:
     columns.check(names, where)
     fields = {c.split(".")[0] for c in (columns.body, columns.url or "url", columns.date) if c is not None}
     if columns.date is None:
-        fields.update([name for name in DATE_COLUMNS if name in names][:1])
+        fields.update(DATE_COLUMNS)
     return [name for name in names if name in fields]
 
 
@@ -173,12 +173,13 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not is_text(url):
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
-    column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
-    at = moment(field_at(row, column)) if column else 0
-    if at is None and columns.date is not None:
-        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, columns.date)!r}, not a date")
-    # A column with a usual name may contain something other than a date; keep the page's text.
-    return Page(url, at or 0, columns.content_type, "utf-8", body, where)
+    if columns.date is not None:
+        at = moment(field_at(row, columns.date))
+    else:  # a column with a usual name may contain something other than a date
+        at = next((time for column in DATE_COLUMNS if (time := moment(row.get(column)))), 0)
+    if at is None:
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.date} holds {field_at(row, columns.date)!r}, not a date")
+    return Page(url, at, columns.content_type, "utf-8", body, where)
 
 
 def _type_named(value: Any) -> str:
