@@ -81,6 +81,11 @@ def _escapes(text: str) -> str:
     return ESCAPE.sub(_escape, text) if "%" in text else text
 
 
+def folded(text: str) -> str:
+    """Return a path or query in lower case, with normalized escapes."""
+    return _escapes(text).lower()
+
+
 def _escape(match: re.Match[str]) -> str:
     character = unquote_to_bytes(match[0]).decode("latin-1")
     return character if character in UNRESERVED else match[0].upper()
