@@ -297,9 +297,9 @@ def rules(
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
 
     A row of FILE has `html` or `text`, and `truth` (the good part of the page's text, empty if there is none) or `good` (true or false, of
-    the whole page). HTML in bytes is decoded as in curation. It may have `type` and `language`. `pages` counts the pages that a rule drops. `good_lost` and `bad_caught` are shares
-    of words, for each rule alone; `first_…` counts only pages where no earlier rule fires. The column of a type or language is the share of
-    its good words that is lost."""
+    the whole page). It may have `type` and `language`. Bytes are decoded as in curation. `pages` counts the pages that a rule drops.
+    `good_lost` and `bad_caught` are shares of words, for each rule alone; `first_…` counts only pages and words that no earlier rule drops.
+    The column of a type or language is the share of its good words that is lost."""
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")
     import_modules(modules)

@@ -45,7 +45,8 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
     An input may be a tree in the format of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored);
     its rules are named `url_CATEGORY`. Other inputs have domains and domain/path prefixes, one per line; their rule is `url_INPUT`. `#`
     starts a comment, except in expressions. Hosts files, `||domain^` and compressed files (gz, xz, zst) can also be read. An entry in
-    several lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, has_a_port, public_suffix, too_deep)."""
+    several lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, has_a_port, public_suffix,
+    too_deep, …)."""
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
     for job, (entries, bad) in zip(jobs, run.map(_read, jobs, rows=len(jobs)), strict=True):

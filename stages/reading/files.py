@@ -108,8 +108,8 @@ def address(source: str, name: str) -> str:
 
 
 def address_of(given: str, source: str, name: str, row: int) -> str:
-    """Return a row's URL: `given` if it is absolute or begins with a host, else the file's URL followed by `given` or, if that is "", by the
-    row's number."""
+    """Return a row's URL: `given` if it is absolute or begins with a host (then with https), else the file's URL followed by `given` or, if
+    that is "", by the row's number."""
     return given if "://" in given else urls.of_host(given) or f"{address(source, name)}/{quote(given, errors='replace') or row}"
 
 
