@@ -14,6 +14,7 @@ TRACKING = re.compile(
 )
 SESSION = re.compile(r";(?:jsessionid|phpsessid|sid)=[^/?#]*", re.IGNORECASE)
 INDEX = re.compile(r"/(?:index|default)\.(?:html?|php|aspx?|jsp)$", re.IGNORECASE)
+ROUTE = re.compile(r"#[/!]+[^/!]")
 ESCAPE = re.compile(r"%[0-9a-fA-F]{2}")
 HOST = re.compile(r"((?:[\w-]+\.)+[\w-]+)\.?(?::\d+)?(?=[/?#]|$)")
 FILE = re.compile(r"\.(?:cc|md|mov|pl|ps|py|rs|sh|so|zip)$", re.IGNORECASE)
@@ -40,8 +41,9 @@ def normalize(url: str) -> str:
     """Return the same normalized URL for all URLs of the same page.
 
     In addition to WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, credentials,
-    fragments, tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified. URLs
-    with another scheme lose only the fragment; text that is not an absolute URL is returned unchanged."""
+    fragments, tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified.
+    Fragments that are routes of a page's script (`#/a`, `#!a`) are kept. URLs with another scheme lose only the fragment; text that is not
+    an absolute URL is returned unchanged."""
     parsed = _whatwg(url)
     if parsed is None:
         return url
@@ -53,7 +55,8 @@ def normalize(url: str) -> str:
     path = INDEX.sub("/", SESSION.sub("", _escapes(parsed.pathname))).rstrip("/") or "/"
     pairs = [pair for pair in parsed.search.lstrip("?").split("&") if pair and not TRACKING.match(pair.partition("=")[0])]
     query = "&".join(sorted(_escapes(pair) for pair in pairs))
-    return f"https://{host}{port}{path}" + (f"?{query}" if query else "")
+    route = _escapes(parsed.hash).rstrip("/") if ROUTE.match(parsed.hash) else ""
+    return f"https://{host}{port}{path}" + (f"?{query}" if query else "") + route
 
 
 def of_host(text: str) -> str | None:

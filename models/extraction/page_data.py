@@ -11,7 +11,8 @@ from typing import Any
 SCRIPT = re.compile(r"<script\b[^<>]*>", re.IGNORECASE)
 DATA = re.compile(r"application/(?:ld\+)?json|__NEXT_DATA__", re.IGNORECASE)
 PRELOADED = re.compile(r'\bdata-preloaded="([^"]*)"')
-TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+NAMES = "[abipu]|blockquote|br|code|div|em|figure|h[1-6r]|iframe|img|[ou]l|li|pre|section|span|strong|su[bp]|table|t[dhr]"
+TAG = re.compile(rf"</?(?:{NAMES})(?:[\s/][^<>]*)?>")
 TITLE = re.compile(r"<title[^<>]*>[^<>]*</title>", re.IGNORECASE)
 KEYS = frozenset({"articleBody", "body", "content", "cooked", "html", "text"})
 """Keys of strings that may belong to the main text. `cooked`: a Discourse post."""
@@ -51,13 +52,33 @@ def _texts(value: Any) -> Iterator[str]:
         key, value = stack.pop()
         if isinstance(value, dict):
             stack += reversed(value.items())
+        elif isinstance(value, list) and any(_is_leaf(each, key) for each in value):
+            stack.append(("text", _inline(value)))
         elif isinstance(value, list):
             stack += [(key, each) for each in reversed(value)]
-        elif isinstance(value, str) and value[:1] in ("{", "["):
-            stack.append((key, _parsed(value)))
+        elif isinstance(value, str) and value[:1] in ("{", "[") and (parsed := _parsed(value)) is not None:
+            stack.append((key, parsed))
         elif isinstance(value, str) and key in KEYS and len(value) >= SHORT:
             yield value
 
 
+def _is_leaf(node: Any, key: str) -> bool:
+    """True if an item of the list `key` is a part of a paragraph, as in the documents of rich-text editors (Slate, ProseMirror)."""
+    return isinstance(node, dict) and isinstance(node.get("text"), str) and (key == "children" or node.get("type") == "text")
+
+
+def _inline(nodes: list[Any]) -> str:
+    """Return the text of a paragraph's parts, such as links, and of the parts inside them."""
+    texts, stack = [], nodes[::-1]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict) and isinstance(node.get("text"), str):
+            texts.append(node["text"])
+        elif isinstance(node, dict) and isinstance(inside := node.get("children") or node.get("content"), list):
+            stack += reversed(inside)
+    return "".join(texts)
+
+
 def _markup(text: str) -> str:
-    return f"<div>{text}</div>" if TAG.search(text) else "".join(f"<p>{escape(line)}</p>" for line in text.splitlines() if line.strip())
+    lines = [] if TAG.search(text) else [line for line in text.splitlines() if line.strip()]
+    return "".join(f"<p>{escape(unescape(line))}</p>" for line in lines) or f"<div>{text}</div>"

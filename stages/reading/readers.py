@@ -173,9 +173,10 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not is_text(url):
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
-    if columns.date is None:  # a column with a usual name may contain something other than a date
-        at = next((time for column in DATE_COLUMNS if (time := moment(row.get(column)))), 0)
-    elif (at := moment(given := field_at(row, columns.date))) is None:
+    # A column with a usual name may contain something other than a date.
+    usual = (time for column in DATE_COLUMNS if (time := moment(row.get(column))))
+    at = moment(given := field_at(row, columns.date)) if columns.date is not None else next(usual, 0)
+    if at is None:
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.date} holds {given!r}, not a date")
     return Page(url, at, columns.content_type, "utf-8", body, where)
 

@@ -477,6 +477,19 @@ def test_a_page_without_text_has_that_of_its_json(data):
     assert "bakery" not in page_text(page.replace("<noscript>", f"{own}<noscript>").encode(), "text/html", None, ExtractConfig()).text
 
 
+@pytest.mark.parametrize(("body", "text"), [
+    (f"[Update, 4 May] {POST}", f"[Update, 4 May] {POST}"), (f"{{{{ad}}}} {POST}", f"{{{{ad}}}} {POST}"),
+    (f"It&#8217;s open &amp; warm. {POST}", f"It’s open & warm. {POST}"),
+    (f"A vector<int> holds numbers.\n{POST}", f"A vector<int> holds numbers.\n\n{POST}"),
+    ([{"type": "p", "children": [{"text": POST[:40]}, {"type": "a", "children": [{"text": POST[40:44]}]}, {"text": POST[44:]}]}], POST),
+    ([{"type": "paragraph", "content": [{"type": "text", "text": POST[:3]}, {"type": "text", "text": POST[3:]}]}], POST),
+])  # fmt: skip
+def test_text_in_json_is_read_as_it_is_meant(body, text):
+    data = json.dumps({"body": body, "text": "".join(f"{POST} {n}" for n in range(3))})
+    page = f'<html><body><script type="application/json">{data}</script></body></html>'
+    assert page_text(page.encode(), "text/html", None, ExtractConfig()).text.startswith(f"{text}\n")
+
+
 @pytest.mark.parametrize("data", ["{broken", "[" * 100_000, json.dumps({"text": "short"}), '<script type="application/json">' * 100_000, "<script " + "application/json " * 50_000])
 def test_json_without_text_leaves_the_page_empty(data):
     with pytest.raises(Unreadable, match="the page has no text"):
