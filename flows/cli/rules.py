@@ -123,7 +123,10 @@ class Annotations:
         self.readable = np.array([text is not None for text in self.texts])
         counts = [_words(text, page) for text, page in zip(self.texts, pages, strict=True)]
         self.good, self.bad = np.array(counts, np.int64).reshape(-1, 2).T
-        rows = [_row(number, text) for number, text in enumerate(self.texts) if text is not None]
+        rows = [
+            {"id": f"{n:032x}", "url": f"https://page.example/{n}", "fetched_at": WHEN, "source": "web", "title": None, "text": text}
+            for n, text in enumerate(self.texts) if text is not None
+        ]  # fmt: skip
         if not rows:
             raise PunaError("rules: no text can be extracted from any of the annotated pages")
         self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
@@ -136,12 +139,6 @@ class Annotations:
         facets = {"type": [page.type for page in self.pages], "language": [p.language or c for p, c in zip(self.pages, codes, strict=True)]}
         for what, values in facets.items():
             result |= {f"{what}={value}": np.array(values) == value for value in sorted(set(values)) if value}
-        return result
-
-    def spread(self, mask: Mask) -> Mask:
-        """Convert a mask of documents (bool[document]) to one of pages (bool[page]), False for pages without a document."""
-        result = np.zeros(len(self.pages), np.bool_)
-        result[self.readable] = mask
         return result
 
     def tally(self, mask: Mask, groups: Mapping[str, Mask], cut: NDArray[np.int64]) -> dict[str, Tally]:
@@ -170,11 +167,6 @@ def _words(text: str | None, page: Page) -> tuple[int, int]:
     return good, words.total() - good if text is not None else 0
 
 
-def _row(number: int, text: str) -> dict[str, Any]:
-    address = f"https://page.example/{number}"
-    return {"id": f"{number:032x}", "url": address, "fetched_at": WHEN, "source": "web", "title": None, "text": text}
-
-
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
     """Apply each rule of a recipe's selections to the pages, alone and after others. Skip rules of classifiers that the recipe trains. A
     recipe file without `base` inherits from `clean`, as in `puna clean`."""
@@ -201,7 +193,8 @@ def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Ev
                 else:
                     fired = fires(rule, signals, signals["source"], factors)
                     condition = f"{rule.drop.signal} {rule.drop.when} {rule.threshold}"
-                mask = pages.spread(fired)
+                mask = np.zeros(len(gone), np.bool_)
+                mask[pages.readable] = fired
                 if mask.any():
                     alone, first = pages.tally(mask, groups, none), pages.tally(mask & ~gone, groups, cut)
                     rows.append(RuleRow(f"{step}.{rule.name}", condition, alone, first))
@@ -314,7 +307,7 @@ def rules(
     whole = result.whole[ALL]
     layer = read_values(recipe, [], RECIPE)[1][0]
     base = layer.values.get("base", RECIPE if layer.where else None)
-    typer.echo(f"Recipe {recipe}{f', which inherits from {base}' if base else ''}.")
-    typer.echo(f"Judged on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")
+    heir = f"{recipe} (base: {base})" if base else recipe
+    typer.echo(f"Judged {heir} on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")
     for name in result.unjudged:
         typer.echo(f"not judged: {name}, whose classifier the recipe trains or whose step it leaves out")

@@ -52,30 +52,24 @@ def _texts(value: Any) -> Iterator[str]:
         key, value = stack.pop()
         if isinstance(value, dict):
             stack += reversed(value.items())
-        elif isinstance(value, list) and any(_is_leaf(each, key) for each in value):
-            stack.append(("text", _inline(value)))
         elif isinstance(value, list):
-            stack += [(key, each) for each in reversed(value)]
+            text = _paragraph(value, key)
+            stack += [("text", text)] if text else [(key, each) for each in reversed(value)]
         elif isinstance(value, str) and value[:1] in ("{", "[") and (parsed := _parsed(value)) is not None:
             stack.append((key, parsed))
         elif isinstance(value, str) and key in KEYS and len(value) >= SHORT:
             yield value
 
 
-def _is_leaf(node: Any, key: str) -> bool:
-    """True if an item of the list `key` is a part of a paragraph, as in the documents of rich-text editors (Slate, ProseMirror)."""
-    return isinstance(node, dict) and isinstance(node.get("text"), str) and (key == "children" or node.get("type") == "text")
-
-
-def _inline(nodes: list[Any]) -> str:
-    """Return the text of a paragraph's parts, such as links, and of the parts inside them."""
-    texts, stack = [], nodes[::-1]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict) and isinstance(node.get("text"), str):
-            texts.append(node["text"])
-        elif isinstance(node, dict) and isinstance(inside := node.get("children") or node.get("content"), list):
-            stack += reversed(inside)
+def _paragraph(nodes: list[Any], key: str) -> str:
+    """Return the text of the list `key` if its items are parts of a paragraph (Slate's `children`, ProseMirror's nodes of type `text`)."""
+    texts, stack = [], [node for node in reversed(nodes) if isinstance(node, dict)]
+    if any(isinstance(node.get("text"), str) and (key == "children" or node.get("type") == "text") for node in stack):
+        while stack:
+            node = stack.pop()
+            inside = node.get("children") or node.get("content") or []
+            stack += [each for each in reversed(inside) if isinstance(each, dict)] if isinstance(inside, list) else []
+            texts += [node["text"]] if isinstance(node.get("text"), str) else []
     return "".join(texts)
 
 

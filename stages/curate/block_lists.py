@@ -135,7 +135,7 @@ def _place(entry: str) -> Parsed:
         domain = address.host.removeprefix("*").removeprefix(".")
         if "*" in domain or (domain != address.host and "." not in domain):
             return None, "not_an_address"
-        host, path, query = domain.removeprefix("www."), urls.folded(address.path), urls.folded(address.query)
+        host, path, query = domain.removeprefix("www."), urls.escapes(address.path).lower(), urls.escapes(address.query).lower()
         path = path.rstrip("/") if query else "".join(f"/{folder}" for folder in path.split("/") if folder)
     if not path and not query and urls.public_suffix(host):
         return None, "public_suffix" if "." in host else ""  # hosts files contain names without a dot, such as localhost

@@ -8,7 +8,7 @@ import itertools
 import time
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing
 from typing import Any, BinaryIO, Literal
 
@@ -96,7 +96,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     run.count_input(came)
     shards = run.produce_shards(_sort, read, count(table_schema("pages"), raw))
     without = sum((Counter(info["without_page"]) for info in read.infos), Counter[str]())
-    examples = {ending: _first_few(why for info in read.infos for why in info["examples"].get(ending, ())) for ending in without}
+    examples = {ending: sorted(why for one in read.infos for why in one["examples"].get(ending, ()))[:EXAMPLES_SHOWN] for ending in without}
     rules = sum((Counter(shard["rules"]) for shard in shards), Counter[str]())
     body_bytes = sum(shard["bytes"] for shard in shards)
     run.metric("body_bytes", body_bytes)
@@ -111,10 +111,6 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
         run.metric("files_without_page_are", _kinds(without, examples).removeprefix("; "))
     for rule, number in sorted(rules.items()):
         run.metric(f"dropped_{rule}", number)
-
-
-def _first_few(reasons: Iterable[str]) -> list[str]:
-    return sorted(reasons)[:EXAMPLES_SHOWN]
 
 
 def _kinds(without: Counter[str], examples: dict[str, list[str]]) -> str:
@@ -294,7 +290,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
         if why:
             ending = suffix(job.name) or "without an ending"
             without[ending] += 1
-            examples[ending] = _first_few([why, *examples.get(ending, ())])
+            examples[ending] = sorted([why, *examples.get(ending, ())])[:EXAMPLES_SHOWN]
     yield _table(held)
     yield {"rows": rows, "bytes": total, "without_page": dict(without), "examples": examples}
 

@@ -132,11 +132,11 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
 
 def _places(address: urls.Address, longest: int) -> list[str]:
     """Return the list entries, up to `longest` characters, that would match a URL: host, parent domains, folders, page with query."""
-    path = urls.folded(address.path)
+    path = urls.escapes(address.path).lower()
     folders = [part for part in path.split("/") if part][:DEPTH]
     ends = ["".join(f"/{folder}" for folder in folders[:depth]) for depth in range(len(folders) + 1)]
     if address.query:
-        ends.append(f"{path.rstrip('/')}?{urls.folded(address.query)}")
+        ends.append(f"{path.rstrip('/')}?{urls.escapes(address.query).lower()}")
     return [name + end for name in urls.names(address.host) for end in ends if len(name) + len(end) <= longest]
 
 

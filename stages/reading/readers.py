@@ -173,7 +173,6 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not is_text(url):
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
-    # A column with a usual name may contain something other than a date.
     usual = (time for column in DATE_COLUMNS if (time := moment(row.get(column))))
     at = moment(given := field_at(row, columns.date)) if columns.date is not None else next(usual, 0)
     if at is None:

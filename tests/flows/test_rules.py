@@ -110,7 +110,7 @@ def test_a_file_without_a_base_inherits_from_clean(tmp_path: Path) -> None:
     (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": page.body, "good": page.good}) + "\n" for page in PAGES))
     (tmp_path / "my.yaml").write_text("select: {gopher_quality: {min_words: 60}}\n")
     result = CliRunner().invoke(app, ["rules", "--on", str(tmp_path / "pages.jsonl"), "--recipe", str(tmp_path / "my.yaml")])
-    assert "select_model.quality.min_quality" in result.stdout and "my.yaml, which inherits from clean." in result.stdout
+    assert "select_model.quality.min_quality" in result.stdout and "my.yaml (base: clean) on 5 pages" in result.stdout
 
 
 def test_pages_of_which_none_has_text_are_refused(tmp_path: Path) -> None:

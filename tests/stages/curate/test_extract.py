@@ -456,6 +456,13 @@ def test_marks_of_markdown_go_where_that_is_asked_for():
     assert page_text(b"***both***", "text/plain", None, ExtractConfig(strip_markdown=True)).text == "both"
 
 
+def test_lists_are_numbered_as_the_page_says():
+    item = "The council voted on Tuesday to close the old bridge for repairs that may last until spring."
+    body = f"<main><ol><li>{item}<li>{item}</ol><p>{item}</p><ol start=3><li>{item}<li value=9>{item}<li value=''>{item}</ol></main>"
+    text = page_text(body.encode(), "text/html", None, ExtractConfig()).text
+    assert re.findall(r"^(\d+)\. ", text, re.MULTILINE) == ["1", "2", "3", "9", "10"]
+
+
 POST = "The bakery on Mill Street opened again on Monday after three months of repairs, and the queue reached the bridge."
 DATA = {"posts": [{"cooked": f"<p>{POST} {n}</p>"} for n in range(3)], "labels": ["Sign in", "text"], "description": POST}
 
