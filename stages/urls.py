@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from typing import Any, NamedTuple
-from urllib.parse import unquote_to_bytes
 
 TRACKING = re.compile(
     r"^(?:utm_.*|mc_[ce]id|_hs(?:enc|mi)|ga_.*|gclid|gclsrc|dclid|gbraid|wbraid|fbclid|msclkid|yclid|twclid|ttclid|igshid|igsh|"
@@ -14,7 +13,10 @@ TRACKING = re.compile(
 )
 SESSION = re.compile(r";(?:jsessionid|phpsessid|sid)=[^/?#]*", re.IGNORECASE)
 INDEX = re.compile(r"/(?:index|default)\.(?:html?|php|aspx?|jsp)$", re.IGNORECASE)
+ROUTE = re.compile(r"#[/!]+[^/!]")
 ESCAPE = re.compile(r"%[0-9a-fA-F]{2}")
+HOST = re.compile(r"((?:[\w-]+\.)+[\w-]+)\.?(?::\d+)?(?=[/?#]|$)")
+FILE = re.compile(r"\.(?:cc|md|mov|pl|ps|py|rs|sh|so|zip)$", re.IGNORECASE)  # a host without a path, or a file's name
 LONGEST_HOST = 253  # maximum number of bytes of a name in the DNS (RFC 1035); such a name has at most 127 labels
 UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
@@ -38,8 +40,9 @@ def normalize(url: str) -> str:
     """Return the same normalized URL for all URLs of the same page.
 
     In addition to WHATWG parsing (case of scheme and host, default ports, dot segments): http becomes https; `www.`, credentials,
-    fragments, tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified. URLs
-    with another scheme lose only the fragment; text that is not an absolute URL is returned unchanged."""
+    fragments, tracking and session parameters, index files and final slashes are removed; parameters are sorted; escapes are unified.
+    Fragments that are routes of a page's script (`#/a`, `#!a`) are kept. URLs with another scheme lose only the fragment; text that is not
+    an absolute URL is returned unchanged."""
     parsed = _whatwg(url)
     if parsed is None:
         return url
@@ -48,10 +51,20 @@ def normalize(url: str) -> str:
         return str(parsed.href.partition("#")[0])
     host = parsed.hostname.rstrip(".").removeprefix("www.")
     port = f":{parsed.port}" if parsed.port else ""
-    path = INDEX.sub("/", SESSION.sub("", _escapes(parsed.pathname))).rstrip("/") or "/"
+    path = INDEX.sub("/", SESSION.sub("", escapes(parsed.pathname))).rstrip("/") or "/"
     pairs = [pair for pair in parsed.search.lstrip("?").split("&") if pair and not TRACKING.match(pair.partition("=")[0])]
-    query = "&".join(sorted(_escapes(pair) for pair in pairs))
-    return f"https://{host}{port}{path}" + (f"?{query}" if query else "")
+    query = "&".join(sorted(escapes(pair) for pair in pairs))
+    route = escapes(parsed.hash).rstrip("/") if ROUTE.match(parsed.hash) else ""
+    return f"https://{host}{port}{path}" + (f"?{query}" if query else "") + route
+
+
+def of_host(text: str) -> str | None:
+    """Return a URL without a scheme as one with https; None unless `text` begins with a host below a public suffix of the list."""
+    page = text.strip().removeprefix("//")
+    host = HOST.match(page)
+    if host is None or (FILE.search(page) and page == host[0] and not page.startswith("www.")):
+        return None
+    return f"https://{page}" if _suffixes().privatesuffix(host[1], accept_unknown=False) else None
 
 
 def _whatwg(url: str) -> Any:
@@ -64,14 +77,9 @@ def _whatwg(url: str) -> Any:
     return parsed if len(parsed.hostname.rstrip(".")) <= LONGEST_HOST else None
 
 
-def _escapes(text: str) -> str:
+def escapes(text: str) -> str:
     """Return text with normalized percent escapes: unreserved characters decoded, other escapes in upper case (RFC 3986, 6.2.2)."""
-    return ESCAPE.sub(_escape, text) if "%" in text else text
-
-
-def _escape(match: re.Match[str]) -> str:
-    character = unquote_to_bytes(match[0]).decode("latin-1")
-    return character if character in UNRESERVED else match[0].upper()
+    return ESCAPE.sub(lambda match: c if (c := chr(int(match[0][1:], 16))) in UNRESERVED else match[0].upper(), text)
 
 
 def names(host: str) -> list[str]:

@@ -303,14 +303,14 @@ def _documents(store: Store, name: str | None) -> Artifact:
 
 def _text_of(file: str) -> str:
     from puna.stages.curate.extract import ExtractConfig, Unreadable, page_text
-    from puna.stages.curate.ingest import sniff
+    from puna.stages.reading.bodies import sniff
 
     path = Path(file)
     try:
         body = sys.stdin.buffer.read() if file == "-" else path.read_bytes()
     except OSError as error:
         raise PunaError(f"{file} cannot be read: {error.strerror}") from error
-    media = sniff(body) if file == "-" else "text/html" if path.suffix.lower() in HTML else ""
+    media = "text/html" if path.suffix.lower() in HTML else sniff(body)
     try:
         return page_text(body, media or "text/plain", None, ExtractConfig()).text
     except Unreadable as why:

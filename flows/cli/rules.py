@@ -16,9 +16,10 @@ import pyarrow as pa
 import typer
 from numpy.typing import NDArray
 
+from puna.flows.cli.clean import RECIPE
 from puna.flows.cli.inspect import ModuleOption, import_modules, print_rows
 from puna.flows.engine.console import json_text
-from puna.flows.engine.recipe import Recipe, Step
+from puna.flows.engine.recipe import Recipe, Step, read_values
 from puna.flows.engine.trace import fields, flow_named, load
 from puna.stages.contract import Value, execute
 from puna.stages.curate.extract import ExtractConfig, Unreadable, extract, page_text
@@ -29,6 +30,7 @@ from puna.stages.reading.rows import Fault, format_of, read_rows
 from puna.storage import Artifact, PunaError, Store
 
 WORD = re.compile(r"\w+")
+GOOD = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}  # values of `good`, as text in lower case
 WHEN = datetime(2024, 1, 1, tzinfo=UTC)
 MOST_BYTES = 1 << 26  # maximum bytes of a row of annotated pages
 ALL = "all"
@@ -39,9 +41,9 @@ Mask = NDArray[np.bool_]
 
 
 class Page(NamedTuple):
-    """An annotated page. `truth`: the good part of the page's text; None: `good` says whether the whole text is good."""
+    """An annotated page; bytes are decoded as in curation. `truth`: its text's good part; None: `good` says if the whole text is good."""
 
-    body: str
+    body: str | bytes
     html: bool
     truth: str | None = None
     good: bool = True
@@ -100,14 +102,13 @@ def read_annotated(path: Path) -> list[Page]:
 def _page(row: Mapping[str, Any], where: str) -> Page:
     html = isinstance(row.get("html"), str | bytes) and bool(row["html"] or not row.get("text"))
     body = row["html"] if html else row.get("text")
-    if isinstance(body, bytes):
-        body = body.decode("utf-8", "replace")
-    truth, good = row.get("truth"), row.get("good")
-    good = {"true": True, "false": False, "": None}.get(good.lower(), good) if isinstance(good, str) else good  # of CSV
-    if not isinstance(body, str):
+    truth, said = row.get("truth"), row.get("good")
+    good = GOOD.get(str(said).lower())
+    if not isinstance(body, str | bytes):
         raise PunaError(f"{where} needs the field html or text")
-    if not isinstance(truth, str) and not isinstance(good, bool):
-        raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, for the whole text)")
+    if not isinstance(truth, str) and good is None:
+        raise PunaError(f"{where} needs the field truth (the good part of the page's text) or good (true or false, for the whole text); "
+            f"truth is {truth!r:.40}, good is {said!r:.40}")  # fmt: skip
     kind, code = (str(row.get(name) or "") for name in ("type", "language"))
     stated = isinstance(truth, str) and bool(truth or not isinstance(good, bool))  # an empty cell beside `good` is no truth
     return Page(body, html, truth if stated else None, bool(good), kind, code)
@@ -122,7 +123,10 @@ class Annotations:
         self.readable = np.array([text is not None for text in self.texts])
         counts = [_words(text, page) for text, page in zip(self.texts, pages, strict=True)]
         self.good, self.bad = np.array(counts, np.int64).reshape(-1, 2).T
-        rows = [_row(number, text) for number, text in enumerate(self.texts) if text is not None]
+        rows = [
+            {"id": f"{n:032x}", "url": f"https://page.example/{n}", "fetched_at": WHEN, "source": "web", "title": None, "text": text}
+            for n, text in enumerate(self.texts) if text is not None
+        ]  # fmt: skip
         if not rows:
             raise PunaError("rules: no text can be extracted from any of the annotated pages")
         self.documents = store.import_table("documents", pa.Table.from_pylist(rows))
@@ -137,21 +141,18 @@ class Annotations:
             result |= {f"{what}={value}": np.array(values) == value for value in sorted(set(values)) if value}
         return result
 
-    def spread(self, mask: Mask) -> Mask:
-        """Convert a mask of documents (bool[document]) to one of pages (bool[page]), False for pages without a document."""
-        result = np.zeros(len(self.pages), np.bool_)
-        result[self.readable] = mask
-        return result
-
-    def tally(self, mask: Mask, groups: Mapping[str, Mask]) -> dict[str, Tally]:
-        return {name: Tally(*(int(of[mask & group].sum()) for of in (mask, self.good, self.bad))) for name, group in groups.items()}
+    def tally(self, mask: Mask, groups: Mapping[str, Mask], cut: NDArray[np.int64]) -> dict[str, Tally]:
+        """Return the tally of the pages of `mask` by group. `cut`: int64[2, page], good and bad words that were removed before."""
+        counts = (mask, self.good - cut[0], self.bad - cut[1])
+        return {name: Tally(*(int(of[mask & group].sum()) for of in counts)) for name, group in groups.items()}
 
 
 def _text(page: Page, config: ExtractConfig) -> str | None:
-    if not page.html:
+    if isinstance(page.body, str) and not page.html:
         return page.body
+    body = page.body if isinstance(page.body, bytes) else page.body.encode("utf-8", "replace")
     try:
-        return page_text(page.body.encode("utf-8", "replace"), "text/html", "utf-8", config).text
+        return page_text(body, "text/html" if page.html else "text/plain", "utf-8", config).text
     except Unreadable:
         return None
 
@@ -166,20 +167,17 @@ def _words(text: str | None, page: Page) -> tuple[int, int]:
     return good, words.total() - good if text is not None else 0
 
 
-def _row(number: int, text: str) -> dict[str, Any]:
-    address = f"https://page.example/{number}"
-    return {"id": f"{number:032x}", "url": address, "fetched_at": WHEN, "source": "web", "title": None, "text": text}
-
-
 def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Evidence:
-    """Apply each rule of a recipe's selections to the pages, alone and after others. Skip rules of classifiers that the recipe trains."""
-    loaded = load(recipe, list(changes), "curate")
+    """Apply each rule of a recipe's selections to the pages, alone and after others. Skip rules of classifiers that the recipe trains. A
+    recipe file without `base` inherits from `clean`, as in `puna clean`."""
+    loaded = load(recipe, list(changes), "curate", RECIPE)
     steps = fields(flow_named("curate"))
     signals, artifacts = _signals(pages, loaded, steps)
     groups = pages.groups(signals["language"].to_pylist() if "language" in artifacts else [""] * signals.num_rows)
     gone, rows, unjudged = ~pages.readable, [], []
+    none = cut = np.zeros((2, len(pages.pages)), np.int64)
     if gone.any():
-        tally = pages.tally(gone, groups)
+        tally = pages.tally(gone, groups, none)
         rows.append(RuleRow("extract", "no text", tally, tally))
     for step in ("select", "select_model"):
         for config in loaded.configs(steps[step]):
@@ -195,14 +193,20 @@ def evidence(pages: Annotations, recipe: str, changes: Sequence[str] = ()) -> Ev
                 else:
                     fired = fires(rule, signals, signals["source"], factors)
                     condition = f"{rule.drop.signal} {rule.drop.when} {rule.threshold}"
-                mask = pages.spread(fired)
+                mask = np.zeros(len(gone), np.bool_)
+                mask[pages.readable] = fired
                 if mask.any():
-                    rows.append(RuleRow(f"{step}.{rule.name}", condition, pages.tally(mask, groups), pages.tally(mask & ~gone, groups)))
+                    alone, first = pages.tally(mask, groups, none), pages.tally(mask & ~gone, groups, cut)
+                    rows.append(RuleRow(f"{step}.{rule.name}", condition, alone, first))
                 gone = gone | mask
             if config.lines is not None and step == "select":
                 inputs: dict[str, Value] = {"documents": pages.documents, "signals": [*artifacts.values()]}
-                rows += _lines(pages, execute(steps[step].stage, config, inputs, pages.store), groups)
-    return Evidence(loaded.name, rows, pages.tally(groups[ALL], groups), unjudged)
+                before, lines = cut, _cut(pages, execute(steps[step].stage, config, inputs, pages.store))
+                cut = np.maximum(cut, np.where(gone, 0, lines))
+                if (cut > before).any():
+                    tally = {name: Tally(0, *(cut - before)[:, group].sum(1).tolist()) for name, group in groups.items()}
+                    rows.append(RuleRow(LINES, "lines that repeat earlier ones", tally, tally))
+    return Evidence(loaded.name, rows, pages.tally(groups[ALL], groups, none), unjudged)
 
 
 def _signals(pages: Annotations, recipe: Recipe, steps: Mapping[str, Step]) -> tuple[pa.Table, dict[str, Artifact]]:
@@ -237,17 +241,16 @@ def _at_hand(config: SelectConfig, columns: Sequence[str]) -> tuple[SelectConfig
     return config.model_copy(update=groups), lacking
 
 
-def _lines(pages: Annotations, selected: Artifact, groups: Mapping[str, Mask]) -> list[RuleRow]:
-    """Return one row for the rules on lines; an empty list if they removed no line from the documents that the selection keeps."""
+def _cut(pages: Annotations, selected: Artifact) -> NDArray[np.int64]:
+    """Return the numbers of good and bad words (int64[2, page]) in lines that were removed from documents that the selection keeps."""
     changed = set(selected.read("removed_lines", ["id"])["id"].to_pylist())
-    good, bad = np.zeros_like(pages.good), np.zeros_like(pages.bad)
+    cut = np.zeros((2, len(pages.pages)), np.int64)
     for row in selected.read(columns=["id", "text"]).to_pylist():
         if row["id"] in changed:
             number = int(row["id"], 16)
-            left = _words(row["text"], pages.pages[number])
-            good[number], bad[number] = pages.good[number] - left[0], pages.bad[number] - left[1]
-    tally = {name: Tally(0, int(good[group].sum()), int(bad[group].sum())) for name, group in groups.items()}
-    return [RuleRow(LINES, "lines that repeat earlier ones", tally, tally)] if changed else []
+            good, bad = _words(row["text"], pages.pages[number])
+            cut[:, number] = pages.good[number] - good, pages.bad[number] - bad
+    return cut
 
 
 def columns_of(result: Evidence, by: str) -> list[dict[str, Any]]:
@@ -278,7 +281,7 @@ def summary(result: Evidence) -> dict[str, float]:
 @app.command()
 def rules(
     on: Annotated[Path, typer.Option("--on", metavar="FILE", help="Annotated pages: Parquet, JSON lines or CSV (see below)")],
-    recipe: Annotated[str, typer.Option("--recipe", help="Recipe whose rules are judged: a name or a YAML file")] = "clean",
+    recipe: Annotated[str, typer.Option("--recipe", help="Recipe whose rules are judged: a name or a YAML file (base: clean)")] = "clean",
     changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the recipe")] = None,
     by: Annotated[str, typer.Option("--by", help="Groups of pages to show as columns: type or language")] = "type",
     modules: ModuleOption = None,
@@ -287,14 +290,14 @@ def rules(
     """Show how much good text each rule loses and how much bad text it catches on pages that you annotated.
 
     A row of FILE has `html` or `text`, and `truth` (the good part of the page's text, empty if there is none) or `good` (true or false, of
-    the whole page). It may have `type` and `language`. `pages` counts the pages that a rule drops. `good_lost` and `bad_caught` are shares
-    of words, for each rule alone; `first_…` counts only pages where no earlier rule fires. The column of a type or language is the share of
-    its good words that is lost."""
+    the whole page). It may have `type` and `language`. Bytes are decoded as in curation. `pages` counts the pages that a rule drops.
+    `good_lost` and `bad_caught` are shares of words, for each rule alone; `first_…` counts only pages and words that no earlier rule drops.
+    The column of a type or language is the share of its good words that is lost."""
     if by not in ("type", "language"):
         raise PunaError(f"--by {by}: takes type or language")
     import_modules(modules)
     pages = read_annotated(on)
-    config = load(recipe, list(changes or ()), "curate").one("extract", extract, ExtractConfig)
+    config = load(recipe, list(changes or ()), "curate", RECIPE).one("extract", extract, ExtractConfig)
     with tempfile.TemporaryDirectory() as folder:
         result = evidence(Annotations(pages, Store.open(folder), config), recipe, changes or ())
     rows = columns_of(result, by)
@@ -302,6 +305,9 @@ def rules(
         return typer.echo(json_text({"rows": rows, "summary": summary(result), "unjudged": result.unjudged}))
     print_rows([{name: f"{value:.4f}" if isinstance(value, float) else value for name, value in row.items()} for row in rows], False)
     whole = result.whole[ALL]
-    typer.echo(f"Judged on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")
+    layer = read_values(recipe, [], RECIPE)[1][0]
+    base = layer.values.get("base", RECIPE if layer.where else None)
+    heir = f"{recipe} (base: {base})" if base else recipe
+    typer.echo(f"Judged {heir} on {whole.pages:,} pages with {whole.good:,} good and {whole.bad:,} bad words.")
     for name in result.unjudged:
         typer.echo(f"not judged: {name}, whose classifier the recipe trains or whose step it leaves out")

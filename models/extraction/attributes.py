@@ -11,14 +11,14 @@ from puna.models.extraction.layout import Scan
 from puna.models.extraction.tags import NUMBER, OFFSET, PRIME, begins, find, fnv, has, is_space
 from puna.models.extraction.write import annotation, formula
 
-A_CLASS, A_ID, A_ROLE, A_STYLE, A_HIDDEN, A_ARIA_HIDDEN, A_ALT, A_ALTTEXT = (
-    np.uint64(fnv(name)) for name in ["class", "id", "role", "style", "hidden", "aria-hidden", "alt", "alttext"]
+A_CLASS, A_ID, A_ROLE, A_STYLE, A_HIDDEN, A_ARIA_HIDDEN, A_ALT, A_ALTTEXT, A_START, A_VALUE = (
+    np.uint64(fnv(name)) for name in ["class", "id", "role", "style", "hidden", "aria-hidden", "alt", "alttext", "start", "value"]
 )
 A_TYPE, A_ITEMPROP, A_HREF, A_CONTENT, A_PROPERTY, A_NAME, A_REL, A_COLSPAN, A_ROWSPAN = (
     np.uint64(fnv(name)) for name in ["type", "itemprop", "href", "content", "property", "name", "rel", "colspan", "rowspan"]
 )
 MAX_SPAN = 0x7FFF
-T_A, T_IMG, T_SCRIPT, T_MATH, T_META, T_LINK = (NUMBER[name] for name in ["a", "img", "script", "math", "meta", "link"])
+T_A, T_IMG, T_LI, T_LINK, T_MATH, T_META, T_OL, T_SCRIPT = (NUMBER[n] for n in ["a", "img", "li", "link", "math", "meta", "ol", "script"])
 
 
 @njit(cache=True, borrows=True)
@@ -79,6 +79,11 @@ def _attribute(page: Scan, element: int, tag: int, name: np.uint64, start: int, 
         page.elements[element, L.SPANS] |= _number(html, start, stop)
     elif name == A_ROWSPAN and stop > start and 48 <= html[start] <= 57:  # 0: to the end of the group
         page.elements[element, L.SPANS] |= (_number(html, start, stop) or MAX_SPAN) << 16
+    elif name == A_START and tag == T_OL:
+        page.elements[element, L.CHILDREN] = max(0, _number(html, start, stop) - 1)
+    elif name == A_VALUE and tag == T_LI:
+        parent = page.elements[element, L.PARENT]
+        page.elements[parent, L.CHILDREN] = _number(html, start, stop) or page.elements[parent, L.CHILDREN]
     elif name == A_TYPE and tag == T_SCRIPT:
         page.elements[element, L.CHILDREN] = 1 if has(html, start, stop, b"math/tex") else 2 if has(html, start, stop, b"ld+json") else 0
     elif (tag == T_META and name in (A_PROPERTY, A_NAME)) or (tag == T_LINK and name == A_REL):

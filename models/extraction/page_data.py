@@ -11,7 +11,8 @@ from typing import Any
 SCRIPT = re.compile(r"<script\b[^<>]*>", re.IGNORECASE)
 DATA = re.compile(r"application/(?:ld\+)?json|__NEXT_DATA__", re.IGNORECASE)
 PRELOADED = re.compile(r'\bdata-preloaded="([^"]*)"')
-TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+NAMES = "[abipu]|blockquote|br|code|div|em|figure|h[1-6r]|iframe|img|[ou]l|li|pre|section|span|strong|su[bp]|table|t[dhr]"
+TAG = re.compile(rf"</?(?:{NAMES})(?:[\s/][^<>]*)?>")
 TITLE = re.compile(r"<title[^<>]*>[^<>]*</title>", re.IGNORECASE)
 KEYS = frozenset({"articleBody", "body", "content", "cooked", "html", "text"})
 """Keys of strings that may belong to the main text. `cooked`: a Discourse post."""
@@ -52,12 +53,26 @@ def _texts(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
             stack += reversed(value.items())
         elif isinstance(value, list):
-            stack += [(key, each) for each in reversed(value)]
-        elif isinstance(value, str) and value[:1] in ("{", "["):
-            stack.append((key, _parsed(value)))
+            text = _paragraph(value, key)
+            stack += [("text", text)] if text else [(key, each) for each in reversed(value)]
+        elif isinstance(value, str) and value[:1] in ("{", "[") and (parsed := _parsed(value)) is not None:
+            stack.append((key, parsed))
         elif isinstance(value, str) and key in KEYS and len(value) >= SHORT:
             yield value
 
 
+def _paragraph(nodes: list[Any], key: str) -> str:
+    """Return the text of the list `key` if its items are parts of a paragraph (Slate's `children`, ProseMirror's nodes of type `text`)."""
+    texts, stack = [], [node for node in reversed(nodes) if isinstance(node, dict)]
+    if any(isinstance(node.get("text"), str) and (key == "children" or node.get("type") == "text") for node in stack):
+        while stack:
+            node = stack.pop()
+            inside = node.get("children") or node.get("content") or []
+            stack += [each for each in reversed(inside) if isinstance(each, dict)] if isinstance(inside, list) else []
+            texts += [node["text"]] if isinstance(node.get("text"), str) else []
+    return "".join(texts)
+
+
 def _markup(text: str) -> str:
-    return f"<div>{text}</div>" if TAG.search(text) else "".join(f"<p>{escape(line)}</p>" for line in text.splitlines() if line.strip())
+    lines = [] if TAG.search(text) else [line for line in text.splitlines() if line.strip()]
+    return "".join(f"<p>{escape(unescape(line))}</p>" for line in lines) or f"<div>{text}</div>"

@@ -115,13 +115,8 @@ def boundary(page: Scan, gap: int) -> None:
 def _open(page: Scan) -> None:
     s = page.state
     block = page.blocks[s[L.BLOCKS]]
-    block[L.ELEMENT], block[L.START], block[L.GAP], block[L.MARKER], block[L.PRE] = (
-        page.elements[s[L.CURRENT], L.HOLDER],
-        s[L.OUT],
-        s[L.NEXT_GAP],
-        s[L.NEXT_MARKER],
-        s[L.IN_PRE] > 0,
-    )
+    block[L.ELEMENT], block[L.START], block[L.GAP] = page.elements[s[L.CURRENT], L.HOLDER], s[L.OUT], s[L.NEXT_GAP]
+    block[L.MARKER], block[L.PRE] = s[L.NEXT_MARKER], s[L.IN_PRE] > 0
     if s[L.IN_LINK] and block[L.LINKS] == 0:
         block[L.LINKS] = 1
     s[L.OPEN], s[L.SPACE], s[L.NEXT_GAP], s[L.NEXT_MARKER] = 1, 0, L.LINE, 0

@@ -27,10 +27,9 @@ class ExternalFile:
     state: str
 
     def open(self) -> BinaryIO:
-        import fsspec
-
         try:
-            handle: BinaryIO = fsspec.open(self.address, "rb").open()
+            system, path = _located(self.address)
+            handle: BinaryIO = system.open(path, "rb")
         except Exception as error:
             if self.location == self.address:
                 raise
@@ -38,10 +37,9 @@ class ExternalFile:
         return handle
 
     def local(self) -> Path | None:
-        import fsspec
         from fsspec.implementations.local import LocalFileSystem
 
-        system, path = fsspec.core.url_to_fs(self.address)
+        system, path = _located(self.address)
         return Path(path) if isinstance(system, LocalFileSystem) else None
 
     @property
@@ -49,9 +47,7 @@ class ExternalFile:
         return public(self.address)
 
     def has_changed(self) -> bool:
-        import fsspec
-
-        system, path = fsspec.core.url_to_fs(self.address)
+        system, path = _located(self.address)
         system.invalidate_cache()
         return not system.exists(path) or _state(system.info(path)) != self.state
 
@@ -130,6 +126,7 @@ def without_secrets(text: str, uri: str) -> str:
 ARCHIVES = (".warc", ".warc.gz", ".warc.zst", ".wet", ".wet.gz", ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 ROWS = (*ARCHIVES, ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst", ".json", ".json.zst", ".ndjson", ".ndjson.gz", ".gguf")
 """File endings that are removed when an input is named after a file."""
+UNCHAINED = ("file", "local", "memory", "s3", "gs")  # not http, of which `public` could then show a signature
 CHUNK_BYTES = 1 << 22
 
 
@@ -188,12 +185,22 @@ def _refusal(path: Path, whole: Path, is_folder: bool) -> str | None:
     return None if is_folder or path.is_file() else "is not a regular file (it is a pipe, socket, device or broken link); remove it"
 
 
-def _files(uri: str) -> Iterator[ExternalFile]:
+def _located(uri: str) -> tuple[Any, str]:
+    """Return the file system of a URI, and the path in it. `::` is a part of names, unless the URI chains file systems (zip, caches)."""
     import fsspec
+
+    scheme = "file" if os.path.lexists(uri) else uri.partition("://")[0]
+    if scheme not in UNCHAINED:
+        return fsspec.core.url_to_fs(uri)  # type: ignore[no-any-return]
+    kind = fsspec.get_filesystem_class(scheme)
+    return fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(uri)), kind._strip_protocol(uri)
+
+
+def _files(uri: str) -> Iterator[ExternalFile]:
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        system, root = fsspec.core.url_to_fs(uri)
+        system, root = _located(uri)
         if not system.exists(root):
             raise PunaError(f"input {public(uri)}: no such file or folder")
         if isinstance(system, LocalFileSystem):

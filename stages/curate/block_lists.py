@@ -19,6 +19,7 @@ from puna.storage import PunaError
 KINDS = {"domains": "domain", "urls": "url", "words": "word", "expressions": "expression"}  # file of a UT1 folder → kind of its lines
 SIMPLE = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z]{2,24}")
 HOSTS = frozenset(("0.0.0.0", "127.0.0.1", "::", "::1"))
+PORT = re.compile(r"(?:\w+://)?[^/?#]*:\d+(?:[/?#]|$)")
 WORD = re.compile(r"[a-z]+")
 DEPTH = 8
 SCHEMA = pa.schema([("kind", pa.string()), ("entry", pa.string()), ("rule", pa.string())])
@@ -44,7 +45,8 @@ def block_lists(inputs: list[External], config: BlockListsConfig, run: StageRun)
     An input may be a tree in the format of the UT1 lists (`CATEGORY/domains`, `urls`, `words` or `expressions`; other files are ignored);
     its rules are named `url_CATEGORY`. Other inputs have domains and domain/path prefixes, one per line; their rule is `url_INPUT`. `#`
     starts a comment, except in expressions. Hosts files, `||domain^` and compressed files (gz, xz, zst) can also be read. An entry in
-    several lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, public_suffix, too_deep, …)."""
+    several lists gets the rule that sorts first. Invalid lines become rows of `dropped` (not_an_address, has_a_port, public_suffix,
+    too_deep, …)."""
     jobs = list(_jobs(inputs, config))
     tables = [SCHEMA.empty_table()]
     for job, (entries, bad) in zip(jobs, run.map(_read, jobs, rows=len(jobs)), strict=True):
@@ -95,7 +97,7 @@ def parse(lines: Iterable[str], kind: str = "") -> tuple[list[tuple[str, str]], 
         entry = (line if kind == "expression" else line.partition("#")[0]).strip()
         if not entry:
             continue
-        results, fault = _expression(entry) if kind == "expression" else _word(entry) if kind == "word" else _place(entry.lower())
+        results, fault = _expression(entry) if kind == "expression" else _word(entry) if kind == "word" else _place(entry)
         if fault:
             bad.append((number, fault, line.strip()))
         elif results:
@@ -122,8 +124,10 @@ def _place(entry: str) -> Parsed:
     """Return ((kind, entry) or None, fault). An entry is a domain, or a URL without its scheme. (None, ""): ignore a host without a dot."""
     columns = entry.split()
     entry = columns[-1] if len(columns) == 2 and columns[0] in HOSTS else entry.removeprefix("||").removesuffix("^")
-    if SIMPLE.fullmatch(entry):
-        host, path, query = entry.removeprefix("www."), "", ""
+    if SIMPLE.fullmatch(entry.lower()):
+        host, path, query = entry.lower().removeprefix("www."), "", ""
+    elif PORT.match(entry):
+        return None, "has_a_port"  # URLs are compared without their ports
     else:
         address = urls.parse(entry if "://" in entry else f"https://{entry}")
         if address is None or not address.host or " " in entry:
@@ -131,8 +135,8 @@ def _place(entry: str) -> Parsed:
         domain = address.host.removeprefix("*").removeprefix(".")
         if "*" in domain or (domain != address.host and "." not in domain):
             return None, "not_an_address"
-        host, path, query = domain.removeprefix("www."), address.path, address.query.lower()
-        path = path.lower().rstrip("/") if query else "".join(f"/{folder}" for folder in path.lower().split("/") if folder)
+        host, path, query = domain.removeprefix("www."), urls.escapes(address.path).lower(), urls.escapes(address.query).lower()
+        path = path.rstrip("/") if query else "".join(f"/{folder}" for folder in path.split("/") if folder)
     if not path and not query and urls.public_suffix(host):
         return None, "public_suffix" if "." in host else ""  # hosts files contain names without a dot, such as localhost
     if path.count("/") > DEPTH and not query:

@@ -8,7 +8,7 @@ import itertools
 import time
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing
 from typing import Any, BinaryIO, Literal
 
@@ -19,6 +19,7 @@ from pydantic import Field
 
 from puna.stages.contract import External, ExternalFile, StageConfig, StageRun, stage
 from puna.stages.reading import readers
+from puna.stages.reading.bodies import sniff
 from puna.stages.reading.files import COMPRESSED, GZIP_MAGIC, ZSTD_MAGIC, Job, jobs_of, suffix
 from puna.stages.reading.pages import NO_PAGE, UNREADABLE, Page, Rejected, page_id, rejected_id, repetitions
 from puna.stages.reading.rows import FORMATS as TABLES
@@ -68,7 +69,7 @@ class IngestConfig(StageConfig):
     text_column: str = Field("text", min_length=1, description="Field of a row that holds plain text; a.b names a nested field")
     html_column: str | None = Field(None, min_length=1, description="Field of a row that holds HTML, which is read in place of text")
     url_column: str | None = Field(None, min_length=1, description="Field with the URL; default: `url`. Null: the row's place in the file")
-    date_column: str | None = Field(None, min_length=1, description="Field with the time of the fetch; default: a common name, else 1970")
+    date_column: str | None = Field(None, min_length=1, description="Field with the time of the fetch; default: a usual name, else 1970")
     inputs: dict[str, InputColumns] = Field(default_factory=dict, description="Input name → its fields, for inputs whose fields differ")
     dataset_subset: str | None = Field(None, min_length=1, description="Configuration of a hub data set")
     dataset_split: str = Field("train", min_length=1, description="Split of a hub data set")
@@ -95,7 +96,7 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
     run.count_input(came)
     shards = run.produce_shards(_sort, read, count(table_schema("pages"), raw))
     without = sum((Counter(info["without_page"]) for info in read.infos), Counter[str]())
-    examples = {ending: _first_few(why for info in read.infos for why in info["examples"].get(ending, ())) for ending in without}
+    examples = {ending: sorted(why for one in read.infos for why in one["examples"].get(ending, ()))[:EXAMPLES_SHOWN] for ending in without}
     rules = sum((Counter(shard["rules"]) for shard in shards), Counter[str]())
     body_bytes = sum(shard["bytes"] for shard in shards)
     run.metric("body_bytes", body_bytes)
@@ -110,10 +111,6 @@ def ingest(inputs: list[External], config: IngestConfig, run: StageRun) -> None:
         run.metric("files_without_page_are", _kinds(without, examples).removeprefix("; "))
     for rule, number in sorted(rules.items()):
         run.metric(f"dropped_{rule}", number)
-
-
-def _first_few(reasons: Iterable[str]) -> list[str]:
-    return sorted(reasons)[:EXAMPLES_SHOWN]
 
 
 def _kinds(without: Counter[str], examples: dict[str, list[str]]) -> str:
@@ -293,7 +290,7 @@ def _read(jobs: list[Job], config: IngestConfig) -> Iterator[Any]:
         if why:
             ending = suffix(job.name) or "without an ending"
             without[ending] += 1
-            examples[ending] = _first_few([why, *examples.get(ending, ())])
+            examples[ending] = sorted([why, *examples.get(ending, ())])[:EXAMPLES_SHOWN]
     yield _table(held)
     yield {"rows": rows, "bytes": total, "without_page": dict(without), "examples": examples}
 
@@ -350,9 +347,3 @@ def _judge(record: Page | Rejected, config: IngestConfig, accepted: dict[str, bo
     if not accepted[media]:
         return Rejected("content_type", record.where, f"{record.where}: {media or 'none'} {record.url}")
     return record._replace(content_type=media)
-
-
-def sniff(body: bytes) -> str:
-    """Return the media type of a page whose server gave none: text/html if the page starts like HTML, else an empty string."""
-    head = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    return "text/html" if head.startswith((b"<!doctype html", b"<html")) else ""

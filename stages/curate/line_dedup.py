@@ -127,16 +127,18 @@ def _remove(
     data, offsets = buffers(documents["text"])
     begin, end, number = bounds_of(data, offsets, row, place, config.newlines)
     loses = np.array([size >= config.min_documents for size in sizes.values()])[bucket]
+    code = np.zeros(len(loses), np.bool_)
+    if config.protect_code and loses.any():
+        code[loses] = _code(data, begin[loses], end[loses], hashes[loses])
+    most = "removed" if config.policy == "drop_all" else "removed except the first"
     examples = [
         {"id": f"{bucket[at]}-{int(hashes[at]):016x}", "kind": f"frequent {config.unit}", "prompt": None,
          "text": bytes(data[begin[at] : end[at]]).decode().strip(),
          "detail": f"{occurrences[at]} times in {sizes[bucket[at]]} documents, limit {config.limit(sizes[bucket[at]])}; "
-         + ("removed" if loses[at] else f"kept: fewer than min_documents={config.min_documents}")}
+         + ("kept: code" if code[at] else most if loses[at] else f"kept: fewer than min_documents={config.min_documents}")}
         for at in np.flatnonzero(first & (occurrences >= np.array(list(shown.values()))[bucket])).tolist()
     ]  # fmt: skip
-    gone = loses if config.policy == "drop_all" else loses & ~first
-    if config.protect_code and gone.any():
-        gone[gone] = ~_code(data, begin[gone], end[gone], hashes[gone])
+    gone = loses & ~code if config.policy == "drop_all" else loses & ~code & ~first
     row, number, begin, end, occurrences = row[gone], number[gone], begin[gone], end[gone], occurrences[gone]
     if config.unit == "line":
         end = with_blank_lines(data, offsets, row, begin, end)

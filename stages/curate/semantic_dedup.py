@@ -17,6 +17,7 @@ from puna.storage import Part
 from puna.storage.exchange import Exchange, Partition, partitions
 
 JOB_ROWS = 1 << 17  # documents per job, fixed because sums of vectors must not depend on settings of the run
+TOGETHER = 64  # documents whose cosines with the kept ones are computed together
 
 
 class SemanticDedupConfig(SeededConfig):
@@ -193,15 +194,19 @@ def _decide(clusters: Partition, config: SemanticDedupConfig) -> tuple[pa.Table,
 
 def _greedy(vectors: NDArray[np.float32], rows: NDArray[np.int64], threshold: float) -> list[tuple[int, int, float]]:
     """Return (removed row, kept row, cosine) for each duplicate in a cluster, whose `rows` are in order of preference."""
-    own = vectors[rows].astype(np.float64)
+    own = vectors[rows].astype(np.float64)  # the first rows become those of the survivors
     survivors: list[int] = []
     pairs = []
-    for place in range(len(rows)):
-        if survivors:
-            cosine = own[survivors] @ own[place]
+    for low in range(0, len(rows), TOGETHER):
+        block, count = own[low : low + TOGETHER], len(survivors)
+        inside = block @ block.T
+        cosines = np.hstack((block @ own[:count].T, np.full_like(inside, -np.inf)))  # a column per survivor
+        for place, cosine in enumerate(cosines, low):
             best = int(np.argmax(cosine))
             if cosine[best] >= threshold:
                 pairs.append((int(rows[place]), int(rows[survivors[best]]), min(1.0, float(cosine[best]))))
-                continue
-        survivors.append(place)
+            else:
+                cosines[:, len(survivors)] = inside[:, place - low]
+                survivors.append(place)
+        own[count : len(survivors)] = own[survivors[count:]]
     return pairs

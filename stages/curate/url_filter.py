@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -78,9 +78,9 @@ def url_filter(documents: Documents, lists: list[Lists] | None, config: UrlFilte
     other: dict[str, dict[str, str]] = {"word": {}, "expression": {}}
     for kind, entry, rule in zip(*(entries[name].to_pylist() for name in ("kind", "entry", "rule")), strict=True) if entries else ():
         other.get(kind, places).setdefault(entry, rule)
-    _add(places, "url_blocked", config.blocked, "url_filter.blocked")
+    _add(places, "url_blocked", config.blocked, "url_filter.blocked", strict=True)
     allowed: dict[str, str] = {}
-    _add(allowed, "", config.allowed, "url_filter.allowed")
+    _add(allowed, "", config.allowed, "url_filter.allowed", strict=True)
     files = _save(run.scratch, places)
     expressions = sorted(other["expression"].items())
     longest = max(map(len, [*places, *allowed]), default=0)
@@ -132,10 +132,11 @@ def judge(written: list[str], rules: Rules) -> list[Verdict | None]:
 
 def _places(address: urls.Address, longest: int) -> list[str]:
     """Return the list entries, up to `longest` characters, that would match a URL: host, parent domains, folders, page with query."""
-    folders = [part for part in address.path.lower().split("/") if part][:DEPTH]
+    path = urls.escapes(address.path).lower()
+    folders = [part for part in path.split("/") if part][:DEPTH]
     ends = ["".join(f"/{folder}" for folder in folders[:depth]) for depth in range(len(folders) + 1)]
     if address.query:
-        ends.append(f"{address.path.rstrip('/')}?{address.query}".lower())
+        ends.append(f"{path.rstrip('/')}?{urls.escapes(address.query).lower()}")
     return [name + end for name in urls.names(address.host) for end in ends if len(name) + len(end) <= longest]
 
 
@@ -169,8 +170,9 @@ def _wordy(url: str, address: urls.Address, rules: Rules) -> Verdict | None:
     return None
 
 
-def _add(places: dict[str, str], rule: str, lines: Iterable[str], where: str) -> None:
+def _add(places: dict[str, str], rule: str, lines: Sequence[str], where: str, strict: bool = False) -> None:
     entries, bad = parse(lines)
+    bad = bad or [(number, "no_domain", line) for number, line in enumerate(lines, 1) if strict and not parse([line])[0]]
     if bad:
         number, fault, text = bad[0]
         raise PunaError(f"{where}, line {number}: {text!r} is not a domain, or a domain/path, below a public suffix ({fault})")

@@ -20,9 +20,16 @@ PACKED_BYTES = 1 << 12  # compressed bytes per call: zlib copies the bytes after
 CHUNK = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n")
 LINE_END = re.compile(rb"\r?\n")
 MOST_ENCODINGS = 4  # maximum number of encodings of a body: servers use one besides chunked
+SNIFF_BYTES = 1024
 HEAD_BYTES = 10  # maximum bytes of a chunk header without extensions
 HEAD_BEGUN = re.compile(rb"[0-9a-fA-F]{0,8}\r?")
 NO_TEXT = re.compile(rb"(?!\xff\xfe|\xfe\xff)[\s\S]{0,1023}?[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # controls, no UTF-16 BOM first
+
+
+def sniff(body: bytes) -> str:
+    """Return text/html if a body starts like HTML and is not a template in PHP, else an empty string."""
+    head = body[:SNIFF_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    return "text/html" if head.startswith((b"<!doctype html", b"<html")) and b"<?php" not in body and b"<?=" not in body else ""
 
 
 def decode(body: bytes, encodings: str, limit: int) -> bytes:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import zstandard
 
+from puna.stages import urls
 from puna.stages.contract import External, ExternalFile
 from puna.storage import PunaError, errors_at
 
@@ -107,8 +108,9 @@ def address(source: str, name: str) -> str:
 
 
 def address_of(given: str, source: str, name: str, row: int) -> str:
-    """Return a row's URL: `given` if it is absolute, else the file's URL followed by `given` or, if that is "", by the row's number."""
-    return given if "://" in given else f"{address(source, name)}/{quote(given, errors='replace') or row}"
+    """Return a row's URL: `given` if it is absolute or begins with a host (then with https), else the file's URL followed by `given` or, if
+    that is "", by the row's number."""
+    return given if "://" in given else urls.of_host(given) or f"{address(source, name)}/{quote(given, errors='replace') or row}"
 
 
 def field_at(row: Any, path: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from puna.stages.reading.bodies import gunzip, unzstd
+from puna.stages.reading.bodies import SNIFF_BYTES, gunzip, sniff, unzstd
 from puna.stages.reading.columns import TEXTS, Unread, batches, open_parquet, records, unpacked_bytes, values
 from puna.stages.reading.dates import moment
 from puna.stages.reading.files import DAMAGE, GZIP_MAGIC, ZSTD_MAGIC, Unpacking, address, address_of, decompress, field_at, suffix
@@ -33,7 +33,7 @@ DATE_COLUMNS = (
     "fetched_at", "fetch_time", "crawled_at", "crawl_date", "crawl_time", "crawl_timestamp", "crawl_ts", "date", "datetime", "timestamp",
     "published_at", "publish_date", "date_published", "added", "created", "created_at",
 )  # fmt: skip
-"""Usual names of the field that holds a row's time, in order of preference."""
+"""Usual names of the field that holds a row's time, in order of preference. The first with a date counts."""
 PACKED_ROOM = 1 << 16  # compressed bytes of a page that are read in addition to 2 * max_bytes
 FAULTS = {"row_too_large": "record_too_large", "truncated_file": "truncated_record", "not_an_object": "not_a_page"}
 """Rule of a `Fault` → rule of the `Rejected`. All other rules become malformed_record."""
@@ -60,23 +60,25 @@ class Columns:
 
 
 def read_file(handle: BinaryIO, source: str, name: str, max_bytes: int) -> Iterator[Page | Rejected]:
-    """Yield a file as one page or rejection. The media type is derived from the file's name; the date is 1970-01-01. The body is truncated
-    to `max_bytes` + 1 decompressed bytes."""
+    """Yield a file as one page or rejection. The media type is text/html if the file starts like HTML, else derived from its name; the date
+    is 1970-01-01. The body is truncated to `max_bytes` + 1 decompressed bytes."""
+    packed = name.lower().endswith((".zst", ".xz"))
     media = MEDIA_TYPES.get(suffix(name))
-    if media is None:
+    head = b"" if media or packed else handle.read(SNIFF_BYTES)
+    if not media and not sniff(head):
         yield Rejected("not_a_page", name, f"{name}: {suffix(name) or 'a file without an ending'} is not a known type of page")
         return
     try:
-        if name.lower().endswith((".zst", ".xz")):
+        if packed:
             body = decompress(handle, name).read(max_bytes + 1)
-        elif (body := handle.read(max_bytes + 1)).startswith(GZIP_MAGIC) or name.lower().endswith(".gz"):
+        elif (body := head + handle.read(max_bytes + 1 - len(head))).startswith(GZIP_MAGIC) or name.lower().endswith(".gz"):
             body = gunzip(body + handle.read(max_bytes + PACKED_ROOM), max_bytes)
         elif body.startswith(ZSTD_MAGIC):
             body = unzstd(body + handle.read(max_bytes + PACKED_ROOM), max_bytes)
     except DAMAGE as error:
         yield Rejected("truncated_record", name, f"{name}: {error}")
         return
-    yield Page(address(source, name), 0, media, None, body, name)
+    yield Page(address(source, name), 0, sniff(body) or media or "text/html", None, body, name)
 
 
 def read_table(handle: BinaryIO, source: str, name: str, kind: str, columns: Columns, max_bytes: int) -> Iterator[Page | Rejected]:
@@ -147,7 +149,7 @@ def _existing(names: list[str], where: str, columns: Columns) -> list[str]:
     columns.check(names, where)
     fields = {c.split(".")[0] for c in (columns.body, columns.url or "url", columns.date) if c is not None}
     if columns.date is None:
-        fields.update([name for name in DATE_COLUMNS if name in names][:1])
+        fields.update(DATE_COLUMNS)
     return [name for name in names if name in fields]
 
 
@@ -171,12 +173,11 @@ def _row(row: dict[str, Any], source: str, name: str, number: int, columns: Colu
         url = address_of(url if isinstance(url, str) else "", source, name, number)
     if not is_text(url):
         return Rejected("malformed_record", where, f"{name}, row {number + 1}: the address {url!r} is not Unicode text")
-    column = columns.date or next((c for c in DATE_COLUMNS if row.get(c) is not None), None)
-    at = moment(field_at(row, column)) if column else 0
-    if at is None and columns.date is not None:
-        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {column} holds {field_at(row, columns.date)!r}, not a date")
-    # A column with a usual name may contain something other than a date; keep the page's text.
-    return Page(url, at or 0, columns.content_type, "utf-8", body, where)
+    usual = (time for column in DATE_COLUMNS if (time := moment(row.get(column))))
+    at = moment(given := field_at(row, columns.date)) if columns.date is not None else next(usual, 0)
+    if at is None:
+        return Rejected("malformed_record", where, f"{name}, row {number + 1}: {columns.date} holds {given!r}, not a date")
+    return Page(url, at, columns.content_type, "utf-8", body, where)
 
 
 def _type_named(value: Any) -> str:

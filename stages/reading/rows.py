@@ -76,7 +76,8 @@ def _check_unicode(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
     """Yield rows and faults. A row that is nested too deeply, or whose text contains surrogates (invalid in UTF-8), becomes a fault."""
     for row in rows:
         try:
-            wrong = _broken_field(row.fields) if isinstance(row, Row) else None
+            fields = row.fields.items() if isinstance(row, Row) else ()
+            wrong = next((str(name).encode("utf-8", "replace").decode() for name, value in fields if not is_text(name, value)), None)
         except RecursionError:
             yield Fault(row.number, "", "invalid_json", "is nested too deeply")
             continue
@@ -84,10 +85,6 @@ def _check_unicode(rows: Iterator[Row | Fault]) -> Iterator[Row | Fault]:
             yield row
         else:
             yield Fault(row.number, wrong, "invalid_utf8", "holds bytes or lone surrogates that are not valid Unicode text")
-
-
-def _broken_field(fields: dict[str, Any]) -> str | None:
-    return next((str(name).encode("utf-8", "replace").decode() for name, value in fields.items() if not is_text(name, value)), None)
 
 
 def is_text(*values: Any) -> bool:

@@ -67,6 +67,10 @@ def test_a_page_without_text_loses_its_truth_and_lines_cut_count(tmp_path: Path)
     found = evidence(Annotations(pages, Store.open(tmp_path / "store"), ExtractConfig()), str(file))
     assert [(row.rule, row.first["all"]) for row in found.rows] == [("extract", Tally(1, 18, 0)), ("select.lines", Tally(0, 40, 0))]
     assert found.loss() == (18 + 40) / (18 + 98)
+    # A later rule that drops the page loses only the words that are left.
+    file.write_text(file.read_text().replace("select_model: null", "select_model: {sql: {rest: words > 0}, quality: null}"))
+    found = evidence(Annotations(pages, Store.open(tmp_path / "store"), ExtractConfig()), str(file))
+    assert [(row.alone["all"].good, row.first["all"].good) for row in found.rows[-2:]] == [(40, 40), (98, 58)] and found.loss() == 1
 
 
 def test_the_command_reads_rows_and_names_what_they_lack(tmp_path: Path) -> None:
@@ -76,7 +80,7 @@ def test_the_command_reads_rows_and_names_what_they_lack(tmp_path: Path) -> None
     assert ran.exit_code == 0, ran.output
     told = json.loads(ran.stdout.splitlines()[-1])
     assert told["rows"][0]["rule"] == "select.gopher_quality.min_words" and told["summary"]["good_words_lost type=forum"] == 1
-    for row, said in (({"truth": "x"}, "needs the field html or text"), ({"text": "x"}, "needs the field truth .* or good")):
+    for row, said in (({"truth": "x"}, "needs the field html or text"), ({"text": "x", "good": 2}, "needs the field truth .* or good .*truth is None, good is 2")):
         (bad := tmp_path / "bad.jsonl").write_text(json.dumps(row))
         with pytest.raises(PunaError, match=f"row 1 {said}"):
             read_annotated(bad)
@@ -87,6 +91,26 @@ def test_the_command_reads_rows_and_names_what_they_lack(tmp_path: Path) -> None
 def test_a_csv_file_says_good_in_words_and_leaves_cells_empty(tmp_path: Path) -> None:
     (file := tmp_path / "pages.csv").write_text("html,text,truth,good\n,a b,,True\n,c d,,false\n,e f,e,\n,g h,,\n")
     assert read_annotated(file) == [Page("a b", False), Page("c d", False, good=False), Page("e f", False, "e", False), Page("g h", False, "", False)]
+
+
+def test_good_may_be_a_number(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "good": [1, 0, 1]}), tmp_path / "pages.parquet")
+    assert [page.good for page in read_annotated(tmp_path / "pages.parquet")] == [True, False, True]
+
+
+@pytest.mark.parametrize(("charset", "words"), [("koi8-r", "Старый мост через реку построен из серого камня. "), ("shift_jis", "古い橋は灰色の石で造られた。")])
+def test_html_in_bytes_is_decoded_as_in_curation(tmp_path: Path, charset: str, words: str) -> None:
+    body = f'<html><head><meta charset="{charset}"></head><body><main><p>{words * 9}</p></main></body></html>'.encode(charset)
+    pq.write_table(pa.table({"html": [body], "truth": [words * 9]}), tmp_path / "pages.parquet")
+    annotated = Annotations(read_annotated(tmp_path / "pages.parquet"), Store.open(tmp_path / "store"), ExtractConfig())
+    assert annotated.good[0] >= 9 and annotated.bad[0] == 0
+
+
+def test_a_file_without_a_base_inherits_from_clean(tmp_path: Path) -> None:
+    (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": page.body, "good": page.good}) + "\n" for page in PAGES))
+    (tmp_path / "my.yaml").write_text("select: {gopher_quality: {min_words: 60}}\n")
+    result = CliRunner().invoke(app, ["rules", "--on", str(tmp_path / "pages.jsonl"), "--recipe", str(tmp_path / "my.yaml")])
+    assert "select_model.quality.min_quality" in result.stdout and "my.yaml (base: clean) on 5 pages" in result.stdout
 
 
 def test_pages_of_which_none_has_text_are_refused(tmp_path: Path) -> None:

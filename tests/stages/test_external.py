@@ -51,6 +51,18 @@ def test_identity_is_content_not_address(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.parametrize("place", ["{}/site", "{}/site/File::Spec.html", "memory://site-{}"])
+def test_two_colons_are_a_part_of_a_name(tmp_path: Path, place: str) -> None:
+    write(tmp_path / "site")
+    (tmp_path / "site" / "File::Spec.html").write_text("x")
+    MemoryFileSystem().pipe(f"/site-{tmp_path}/File::Spec.html", b"x")
+    ((file,),) = (external.files for external in External.resolve(f"s={place.format(tmp_path)}"))
+    with file.open() as handle:
+        assert handle.read() == b"x"
+    assert file.name == "File::Spec.html" and not file.has_changed()
+    assert file.local() == (None if "memory" in place else tmp_path / "site" / "File::Spec.html")
+
+
 def test_hidden_files_are_left_out(tmp_path: Path) -> None:
     folder = write(tmp_path / "site", a__html="x")
     (folder / ".lock").write_text("")

@@ -5,13 +5,15 @@ its rules. A group's settings choose the sources that it judges. Rules apply in 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from puna.stages.contract import StageConfig
+from puna.models.languages.registry import shipped_names
+from puna.stages.contract import StageConfig, did_you_mean
 from puna.storage import PunaError
 
 Comparison = Literal["<", ">", "in", "not in"]
@@ -20,6 +22,7 @@ Share = Fraction | None
 Count = Annotated[int, Field(ge=0)] | None
 Ratio = Annotated[float, Field(ge=0)] | None
 Missing = Literal["drop", "keep"]
+OTHER_CODES = {"ae", "bh", "cr", "kv", "na", "pi", "sh"}  # of languages without a row in the table of languages
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,18 @@ class LanguageRules(RuleGroup):
     """Rules on the identified language. FineWeb keeps documents with a score of at least 0.65."""
 
     min_score: Share = below("language_score", 0.65, "Minimum probability of the language")
-    languages: tuple[str, ...] | None = threshold("language", "not in", None, "Languages to keep (ISO 639 codes); null: all")
+    languages: tuple[str, ...] | None = threshold("language", "not in", None, "Languages to keep (ISO 639 codes: en, eng); null: all")
+
+    @field_validator("languages", mode="before")
+    @classmethod
+    def _canonical(cls, given: Any) -> Any:
+        known = shipped_names().codes.keys() | OTHER_CODES
+        # YAML reads `no`, Norwegian, as false. Unknown codes of three letters may be those of the user's own classifier.
+        codes = ["no" if one is False else shipped_names().canonical(str(one)) for one in given or ()]
+        for code in codes:
+            if code not in known and not re.fullmatch("[a-z]{3}", code):
+                raise ValueError(f"{code!r} is not the ISO 639 code of a language{did_you_mean(code, sorted(known))}")
+        return codes or given
 
 
 class GopherRepetitionRules(WebRules):

@@ -456,6 +456,13 @@ def test_marks_of_markdown_go_where_that_is_asked_for():
     assert page_text(b"***both***", "text/plain", None, ExtractConfig(strip_markdown=True)).text == "both"
 
 
+def test_lists_are_numbered_as_the_page_says():
+    item = "The council voted on Tuesday to close the old bridge for repairs that may last until spring."
+    body = f"<main><ol><li>{item}<li>{item}</ol><p>{item}</p><ol start=3><li>{item}<li value=9>{item}<li value=''>{item}</ol></main>"
+    text = page_text(body.encode(), "text/html", None, ExtractConfig()).text
+    assert re.findall(r"^(\d+)\. ", text, re.MULTILINE) == ["1", "2", "3", "9", "10"]
+
+
 POST = "The bakery on Mill Street opened again on Monday after three months of repairs, and the queue reached the bridge."
 DATA = {"posts": [{"cooked": f"<p>{POST} {n}</p>"} for n in range(3)], "labels": ["Sign in", "text"], "description": POST}
 
@@ -475,6 +482,19 @@ def test_a_page_without_text_has_that_of_its_json(data):
     assert made.title == "Bakery" and made.text.split() == " ".join(f"{POST} {n}" for n in range(3)).split()
     own = "".join(f"<p>The river rose by {n} metres in the night, and the old mill was closed to visitors.</p>" for n in range(9))
     assert "bakery" not in page_text(page.replace("<noscript>", f"{own}<noscript>").encode(), "text/html", None, ExtractConfig()).text
+
+
+@pytest.mark.parametrize(("body", "text"), [
+    (f"[Update, 4 May] {POST}", f"[Update, 4 May] {POST}"), (f"{{{{ad}}}} {POST}", f"{{{{ad}}}} {POST}"),
+    (f"It&#8217;s open &amp; warm. {POST}", f"It’s open & warm. {POST}"),
+    (f"A vector<int> holds numbers.\n{POST}", f"A vector<int> holds numbers.\n\n{POST}"),
+    ([{"type": "p", "children": [{"text": POST[:40]}, {"type": "a", "children": [{"text": POST[40:44]}]}, {"text": POST[44:]}]}], POST),
+    ([{"type": "paragraph", "content": [{"type": "text", "text": POST[:3]}, {"type": "text", "text": POST[3:]}]}], POST),
+])  # fmt: skip
+def test_text_in_json_is_read_as_it_is_meant(body, text):
+    data = json.dumps({"body": body, "text": "".join(f"{POST} {n}" for n in range(3))})
+    page = f'<html><body><script type="application/json">{data}</script></body></html>'
+    assert page_text(page.encode(), "text/html", None, ExtractConfig()).text.startswith(f"{text}\n")
 
 
 @pytest.mark.parametrize("data", ["{broken", "[" * 100_000, json.dumps({"text": "short"}), '<script type="application/json">' * 100_000, "<script " + "application/json " * 50_000])

@@ -485,6 +485,19 @@ def test_a_folder_of_pages(tmp_path):
     assert rules(made) == ["not_a_page", "truncated_record"]
 
 
+def test_a_file_that_starts_like_html_is_html_whatever_its_name(tmp_path):
+    (folder := tmp_path / "site").mkdir()
+    html, template = b"\n<!DOCTYPE html><p>words</p>" + b"x" * 2000, b"<!doctype html><?php echo $x ?>"
+    for name in ("page.php", "page.md", "page.xml", "page.shtml", "index.html?id=1", "page"):
+        (folder / name).write_bytes(html)
+    (folder / "t.php").write_bytes(template)
+    (folder / "notes.md").write_bytes(b"Write <html> first.")
+    made = read(tmp_path, folder)
+    types = {r["url"].rpartition("/")[2]: (r["content_type"], r["body"]) for r in made.read().to_pylist()}
+    assert types.pop("t.php") == ("text/x-php", template) and types.pop("notes.md")[0] == "text/markdown"
+    assert len(types) == 6 and set(types.values()) == {("text/html", html)} and rules(made) == []
+
+
 def test_parquet(tmp_path):
     table = pa.table({"text": ["one", None, "three"], "url": ["https://a.example.net/1", "x", None], "date": ["2020-01-02", None, "bad"]})
     pq.write_table(table, tmp_path / "t.parquet")
@@ -500,6 +513,28 @@ def test_parquet(tmp_path):
     assert rules(asked) == ["malformed_record", "not_a_page"]  # not a date; no text
     named = read(tmp_path, tmp_path / "t.parquet", config=IngestConfig(url_column="url"))
     assert named.read()["url"].to_pylist() == made.read()["url"].to_pylist()  # a null address costs no document
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_the_first_usual_field_with_a_date_counts_in_each_row(tmp_path, kind):
+    fields = [{"fetched_at": None, "date": "2024-05-04"}, {"fetched_at": None, "date": "May 4, 2024", "timestamp": "2024-05-04"}]
+    rows = [{"fetched_at": None, "date": None, "timestamp": None} | row | {"text": f"text {n}"} for n, row in enumerate(fields)]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    else:
+        (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read(tmp_path, tmp_path / f"t.{kind}").read()["fetched_at"].to_pylist() == [datetime(2024, 5, 4, tzinfo=UTC)] * 2
+
+
+@pytest.mark.parametrize(("given", "url"), [
+    ("www.example.com/view/1", "https://www.example.com/view/1"), ("//example.co.uk:8080?x=1", "https://example.co.uk:8080?x=1"),
+    ("казино.рф", "https://казино.рф"), ("onet.pl/a", "https://onet.pl/a"), ("example.com", "https://example.com"),
+    ("src/main.py", "file:///t/t.jsonl/src/main.py"), ("main.py", "file:///t/t.jsonl/main.py"), ("page.html", "file:///t/t.jsonl/page.html"),
+    ("v1.2/notes", "file:///t/t.jsonl/v1.2/notes"), ("com", "file:///t/t.jsonl/com"), ("example.com is", "file:///t/t.jsonl/example.com%20is"),
+])  # fmt: skip
+def test_a_url_without_a_scheme_is_read_as_https(tmp_path, given, url):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "words", "url": given}))
+    assert read(tmp_path, tmp_path / "t.jsonl").read()["url"].to_pylist() == [url]
 
 
 def test_hostile_lines_cost_only_themselves(tmp_path):

@@ -123,6 +123,11 @@ def test_code_in_manuals_can_be_protected(tmp_path):
     texts = [f"Sign in\nUse it like this, {n}:\n>>> import puna\n    return None\n)" for n in range(9)]
     made = run(tmp_path, texts, LineDedupConfig(protect_code=True, min_documents=0))
     assert made.read()["text"].to_pylist() == [t.removeprefix("Sign in\n") for t in texts]
+    fates = {row["text"]: row["detail"].rpartition("; ")[2] for row in made.read("examples").to_pylist()}
+    assert fates.pop("Sign in") == "removed" and set(fates) == {">>> import puna", "return None", ")"} and set(fates.values()) == {"kept: code"}
+    first = run(tmp_path, texts, LineDedupConfig(policy="keep_first", protect_code=True, min_documents=0))
+    assert first.read()["text"].to_pylist() == [texts[0], *(t.removeprefix("Sign in\n") for t in texts[1:])]
+    assert any(detail.endswith("limit 6; removed except the first") for detail in first.read("examples")["detail"].to_pylist())
 
 
 @pytest.mark.parametrize(

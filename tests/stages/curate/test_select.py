@@ -28,6 +28,14 @@ def signals(store, **columns):
     return store.import_table("signals", pa.table(columns))
 
 
+@pytest.mark.parametrize("given", [["eng", "deu", "zh-cn", "nb", False, "zxx", "qqq"], ("en", "de", "zh", "no", "no", "zxx", "qqq")])
+def test_languages_are_named_by_any_code(given):
+    assert config(language={"languages": given}).language.languages == ("en", "de", "zh", "no", "no", "zxx", "qqq")
+    for code in ("English", "xx", "", True):
+        with pytest.raises(PunaError, match="is not the ISO 639 code of a language|valid string"):
+            config(language={"languages": [code]})
+
+
 def test_the_first_rule_in_declared_order_is_recorded(tmp_path, make_documents):
     store = Store.open(tmp_path)
     given_ = {

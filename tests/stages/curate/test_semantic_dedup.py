@@ -14,7 +14,7 @@ import torch
 
 from puna.kernels.text.hashing import document_frequency, project, slice_hashes
 from puna.stages.contract import External, execute
-from puna.stages.curate.semantic_dedup import SemanticDedupConfig, semantic_dedup
+from puna.stages.curate.semantic_dedup import TOGETHER, SemanticDedupConfig, _greedy, semantic_dedup
 from puna.storage import PunaError, Store
 
 
@@ -53,6 +53,20 @@ def test_cosines_estimate_those_of_exact_tf_idf():
             dot = sum(v * exact[j].get(w, 0) for w, v in exact[i].items())
             cosine = dot / math.sqrt(sum(v * v for v in exact[i].values()) * sum(v * v for v in exact[j].values()))
             assert abs(float(vectors[i] @ vectors[j]) - cosine) < 5 * (1 - cosine**2) / 32 + 1e-6  # five standard errors
+
+
+def test_the_greedy_choice_is_that_of_one_document_after_another():
+    generator = np.random.default_rng(3)
+    vectors = generator.normal(size=(60, 16))[generator.integers(0, 60, 300)] + 0.1 * generator.normal(size=(300, 16))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    order, kept, expected = generator.permutation(300), [], []
+    for row in order.tolist():
+        cosines = [float(vectors[other].astype(float) @ vectors[row].astype(float)) for other in kept]
+        if max(cosines, default=0) >= 0.95:
+            expected.append((row, kept[int(np.argmax(cosines))]))
+        else:
+            kept.append(row)
+    assert [pair[:2] for pair in _greedy(vectors, order, 0.95)] == expected and TOGETHER < len(expected) < 300
 
 
 def test_reordered_texts_go_and_others_stay(tmp_path, make_documents):

@@ -35,6 +35,7 @@ SAME = "https://example.com/a/b?x=1&y=2"
         "HTTPS://EXAMPLE.com./a/./c/../b?x=1&y=2#part",
         "https://me:secret@example.com/a/b/index.html?x=1&y=2&utm_source=news&gclid=7",
         "https://example.com/%61/b;jsessionid=ABC?x=1&y=2",
+        "https://example.com/a/b?x=1&y=2#!/",
     ],
 )
 def test_addresses_of_one_page(url):
@@ -50,13 +51,19 @@ def test_addresses_of_one_page(url):
         "https://example.com/a/b?x=1&y=3",
         "https://example.com/a/b?x=1&y=2&sid=4",
         "https://example.com/a%2Fb?x=1&y=2",
+        "https://example.com/a/b?x=1&y=2#/c",
+        "https://example.com/a/b?x=1&y=2#!c",
     ],
 )
 def test_addresses_of_other_pages(url):
     assert normalize(url) != SAME
 
 
-@given(st.text(max_size=40) | st.text(max_size=30).map("https://example.com/".__add__))
+def test_routes_of_one_page_are_one_address():
+    assert normalize("https://example.com/#/a") == normalize("http://www.example.com#/%61/") == "https://example.com/#/a"
+
+
+@given(st.text(max_size=40) | st.text(max_size=30).map("https://example.com/".__add__) | st.text(max_size=30).map("https://example.com/#/".__add__))
 @settings(max_examples=200, deadline=None)
 def test_normalizing_again_changes_nothing(url):
     once = normalize(url)

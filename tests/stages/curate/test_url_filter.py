@@ -148,11 +148,12 @@ def test_lists_in_the_layout_of_ut1(tmp_path):
 
 def test_lines_that_are_no_entry_are_rows(tmp_path):
     deep = "a.example.net" + "/x" * 9
-    (tmp_path / "bad.txt").write_text(f"example.org\nco.uk\ncom\ntwo words here\nhttp://\n{deep}\n||ads.example.org^\n")
+    (tmp_path / "bad.txt").write_text(f"example.org\nco.uk\ncom\ntwo words here\nhttp://\n{deep}\nexample.org:8080/x\n||ads.example.org^\n")
     lists = execute(block_lists, BlockListsConfig(), {"inputs": External.resolve(str(tmp_path / "bad.txt"))}, Store.open(tmp_path / "store"))
     assert lists.read()["entry"].to_pylist() == ["ads.example.org", "example.org"]
     assert {row["id"]: row["rule"] for row in lists.read("dropped").to_pylist()} == {
         "bad.txt/bad.txt:2": "public_suffix", "bad.txt/bad.txt:4": "not_an_address", "bad.txt/bad.txt:5": "not_an_address", "bad.txt/bad.txt:6": "too_deep",
+        "bad.txt/bad.txt:7": "has_a_port",
     }  # fmt: skip
     with pytest.raises(PunaError, match=r"url_filter.blocked, line 2: 'co.uk'"):
         verdicts(tmp_path, ["https://a.com/"], UrlFilterConfig(blocked=("a.com", "co.uk")))
@@ -175,6 +176,9 @@ def test_lists_of_one_file_name_may_have_bad_lines_of_one_number(tmp_path):
         ("example.com/Straße/<a>", "https://www.example.com/stra%c3%9fe/<a>"),
         ("example.com/a//b/", "https://example.com/a//b/c"),
         ("example.com/p?q=é", "https://example.com/p?q=%C3%A9"),
+        ("http://example.com/p?q=Ü", "https://example.com/p?q=%C3%9C"),
+        ("example.com/~x", "https://example.com/%7Ex/1"),
+        ("example.com/%7ex", "https://example.com/~X/1"),
         ("*.example.com", "https://a.example.com/b"),
         (".example.com", "https://example.com/b"),
         ("https://*.example.com/a", "https://b.example.com/a/c"),
@@ -185,8 +189,8 @@ def test_an_entry_matches_however_it_is_written(tmp_path, entry, url):
     assert verdicts(tmp_path, [url], UrlFilterConfig(blocked=("example.com",), allowed=(entry,))) == {url: ""}
 
 
-@pytest.mark.parametrize("entry", ["*.com", "ads*.example.com", "*"])
-def test_a_pattern_of_hosts_is_no_entry(tmp_path, entry):
+@pytest.mark.parametrize("entry", ["*.com", "ads*.example.com", "*", "casino", "/casino/", "", "example.com:8080/x", "http://a.org:80"])
+def test_an_entry_that_names_no_host_is_refused(tmp_path, entry):
     with pytest.raises(PunaError, match="url_filter.blocked, line 1"):
         verdicts(tmp_path, ["https://a.com/"], UrlFilterConfig(blocked=(entry,)))
 
