@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -27,6 +28,7 @@ from puna.stages.align.sft import sft
 from puna.stages.align.synthesize import synthesize
 from puna.stages.align.topics import topics
 from puna.stages.contract import StageConfig
+from puna.stages.conversations import dump
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.training.settings import AdaptableConfig
@@ -64,6 +66,27 @@ def learned_from(judged: Sequence[Output]) -> None:
             "preferences were given as judged, but the recipe has no dpo and trains no reward model, so no step would learn from them: "
             "--set dpo={}, or --set reward_model.head_only=true --set grpo.reward=product, or leave them out"
         )
+
+
+def refuse_heldout(pool: Output, learned: Sequence[Output]) -> None:
+    """Raise PunaError if given instructions or preferences contain, among rows to train on, a prompt that `pool` holds out."""
+    artifacts = [item for output in learned for item in output.items if isinstance(item, Artifact)]
+    for questions in (item for item in pool.items if artifacts and isinstance(item, Artifact)):
+        held = {row["messages"] for row in questions.read(columns=["messages", "split"]).to_pylist() if row["split"] == "heldout"}
+        for artifact in artifacts:
+            rows = artifact.read(columns=["messages", "split"]).to_pylist()
+            if count := sum(row["split"] == "train" and not held.isdisjoint(_questions(row)) for row in rows):
+                raise PunaError(
+                    f"{count} of {len(rows)} rows of {artifact.id} train on prompts that {questions.id} holds out for evaluation: import "
+                    "both with the same heldout_fraction and seed, or leave these rows out"
+                )
+
+
+def _questions(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the prompts in a conversation, as JSON text: the messages before each answer, and all messages."""
+    yield row["messages"]
+    messages = json.loads(row["messages"])
+    yield from (dump(messages[:number]) for number, one in enumerate(messages) if one["role"] == "assistant")
 
 
 def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:

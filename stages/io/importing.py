@@ -365,7 +365,8 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
     if kind == "instructions":
         turns = json.loads(context)
         first = next(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
-        prompt, content = identifier(json.dumps(turns[:first], ensure_ascii=False), tools), ("instruction", context, tools)
+        content, context = ("instruction", context, tools), dump(turns[:first])
+        prompt = identifier(context, tools)
     else:
         prompt = identifier(context, tools)
         content = ("preference", prompt, *(values.get(side) for side in ("chosen", "rejected", "edited", "others")))
@@ -374,8 +375,7 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
         values["prompt_id"] = prompt
     if values["split"] is None:
         assert isinstance(config, SplitConfig)
-        place = fraction(config.seed, prompt if kind == "instructions" else context)
-        values["split"] = "heldout" if place < config.heldout_fraction else "train"
+        values["split"] = "heldout" if fraction(config.seed, context) < config.heldout_fraction else "train"
     return values
 
 

@@ -243,6 +243,21 @@ def test_a_round_waits_for_preferences_and_learns_a_grown_set_once(world: World,
     assert module._preferences([two], [module._as_output(two)]) == ((module._as_output(two),), 0)
 
 
+def test_no_demonstration_or_judgement_is_of_a_held_out_prompt(world: World) -> None:
+    model, pool = world.model(), world.pool(train=20)
+    schema = table_schema("instructions").schema
+
+    def taught(*turns: str, split: str = "train") -> Artifact:
+        texts = json.dumps([{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)])
+        row = dict.fromkeys(schema.names) | {"id": "i", "prompt_id": "p", "task": "t", "split": split, "source": "s", "messages": texts}
+        return world.store.import_table("instructions", pa.Table.from_pylist([row], schema=schema))
+
+    for given in (taught("held3", "yes"), taught("held0", "yes", "why?", "so"), preferred(world.store, "new", "held3")):
+        with pytest.raises(PunaError, match=f"1 of . rows of {given.id} train on prompts that {pool.id} holds out"):
+            world.fire(model, pool, given)
+    assert world.fire(model, pool, taught("held3", "yes", split="heldout"), taught("good003", "yes")).startswith("round 1: ")
+
+
 def test_a_plan_moves_nothing(world: World) -> None:
     """A plan changes nothing, even if a round was interrupted before its verdict was applied."""
     model, pool = world.model(), world.pool(train=6)
