@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -9,11 +10,11 @@ import os
 import random
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cached_property
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ REFUSED = frozenset((400, 413, 422))  # HTTP statuses by which a server rejects 
 PASSING = frozenset((408, 409, 425, 429))  # HTTP statuses, in addition to 5xx, after which a request is retried
 LONGEST_WAIT = 120.0  # maximum seconds between two tries
 REPLY_BYTES = 16 << 20
+LOOK = 0.2  # seconds between looks for a signal while a reply is awaited
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 
 
@@ -93,21 +95,44 @@ class Endpoint:
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
         """Return a reply per request. A request has `messages` and other OpenAI fields; equal requests share a reply. `note` names the
         replies in the progress. Raise PunaError if the server gives no reply, or one in another format."""
-        requests = [self._whole(body) for body in bodies]
-        replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
+        requests, replies = [self._whole(body) for body in bodies], self._replies
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
-        pool = ThreadPoolExecutor(self.config.at_once, thread_name_prefix="puna-endpoint")
+        todo, results, stop = iter(list(missing.items())), SimpleQueue[tuple[str, Reply | Exception]](), threading.Event()
+
+        def answer() -> None:
+            while not stop.is_set():
+                with self._lock:
+                    id_, request = next(todo, ("", {}))
+                if not id_:
+                    return
+                try:
+                    results.put((id_, self._stored_reply(id_, request, stop)))
+                except Exception as error:
+                    results.put((id_, error))
+
+        # Daemons, and not a pool's threads: an interrupted process does not wait for a server that hangs.
+        threads = [threading.Thread(target=answer, daemon=True) for _ in range(min(self.config.at_once, len(missing)))]
+        for thread in threads:
+            thread.start()
         try:
-            futures = {pool.submit(self._stored_reply, id_, request): id_ for id_, request in missing.items()}
-            progress.advance(longest := (1 + self.config.retries) * (self.config.seconds + LONGEST_WAIT))
-            for number, future in enumerate(as_completed(futures), 1):
-                progress.advance(longest)
-                id_ = futures[future]
-                replies[id_] = future.result()
+            for number in range(1, len(missing) + 1):
+                progress.advance((1 + self.config.retries) * (self.config.seconds + LONGEST_WAIT))
+                id_, result = _next(results)
+                if isinstance(result, Exception):
+                    stop.set()
+                    for thread in threads:  # replies that are on their way are stored
+                        thread.join()
+                    raise result
+                replies[id_] = result
                 self._run.progress(number, len(missing), f"{note} of {self.config.name}")
         finally:
-            pool.shutdown(cancel_futures=True)
+            stop.set()
         return [replies[self._id(request)] for request in requests]
+
+    @cached_property
+    def _replies(self) -> dict[str, Reply]:
+        """Replies by request id, of earlier attempts and of this one."""
+        return {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
 
     def _whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
         fields = {"model": self.config.model, **body, **self.config.fields}
@@ -116,8 +141,8 @@ class Endpoint:
     def _id(self, request: Mapping[str, Any]) -> str:
         return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
 
-    def _answer(self, request: dict[str, Any]) -> Reply:
-        """Return the server's reply or refusal, retrying with exponential backoff. Raise PunaError if it fails for good."""
+    def _answer(self, request: dict[str, Any], stop: threading.Event) -> Reply:
+        """Return the server's reply or refusal, retrying with exponential backoff. Raise PunaError if it fails for good, or after `stop`."""
         failure = ""
         for number in range(self.config.retries + 1):
             wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)
@@ -133,8 +158,8 @@ class Endpoint:
                 wait = min(LONGEST_WAIT, float(after)) if after.isdigit() else wait
             except (OSError, http.client.HTTPException) as error:
                 failure = self._safe(f"{type(error).__name__}: {error}")
-            if number < self.config.retries:
-                time.sleep(wait)
+            if number < self.config.retries and stop.wait(wait):
+                break
         raise PunaError(f"endpoint {self.config.base_url}: {self.config.model} gives no answer ({failure}); check server, key and model")
 
     def _once(self, request: dict[str, Any]) -> Reply:
@@ -154,9 +179,9 @@ class Endpoint:
         """Return a message on one line without the key, truncated to 500 characters."""
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
-    def _stored_reply(self, id_: str, request: dict[str, Any]) -> Reply:
+    def _stored_reply(self, id_: str, request: dict[str, Any], stop: threading.Event) -> Reply:
         """Request a reply, append both to the file of exchanges, and return the reply."""
-        reply = self._answer(request)
+        reply = self._answer(request, stop)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
         with self._lock, self._file.open("a", encoding="utf-8") as file:
@@ -186,6 +211,14 @@ def grade_of(text: str, top: int) -> float | None:
     """Return the first number in a judge's reply; None if it is missing or not from 0 to `top`."""
     number = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", text)
     return float(number.group()) if number is not None and 0 <= float(number.group()) <= top else None
+
+
+def _next(results: SimpleQueue[Any]) -> Any:
+    """Return the next result, once there is one; meanwhile a waiting signal may end the run."""
+    while True:
+        with contextlib.suppress(Empty):
+            return results.get(timeout=LOOK)
+        progress.leave()
 
 
 def _body(error: urllib.error.HTTPError) -> str:
