@@ -214,6 +214,15 @@ def test_only_a_gain_that_is_not_shown_is_called_nothing(reason: str, said: str,
     assert rounds.stop_reason(2, Mock(), Mock(), Mock()) == f"{said}: {reason}"
 
 
+def test_the_record_of_a_run_names_the_steps_that_a_step_used(world: World) -> None:
+    model = world.model()
+    world.fire(model, world.pool(train=20))
+    made = {one.step: one for one in world.store.log(world.store.runs()[-1]).made}
+    trained, (policy, answers) = made["pretended_training_1"], made["pretended_training_1"].inputs or ()
+    assert policy == (model.id, "model", model.key) and answers == ("pretended_answers_1", "answers", made["pretended_answers_1"].key)
+    assert ("pretended_training_1", "model", trained.key) in (made["gate_1"].inputs or ())
+
+
 def preferred(store: Store, *ids: str) -> Artifact:
     rows = [
         {"id": name, "prompt_id": name, "task": "t", "split": "train", "messages": asking(name), "tools": None, "chosen": answering("a"),
