@@ -89,6 +89,10 @@ class Sampled:
         return cls(**values | {name: torch.tensor(values[name]) for name in ("scores", "reference", "importance")})
 
 
+class Unscored(ValueError):
+    """An error for a rollout without any score, from which a policy would learn nothing."""
+
+
 class Drawn(NamedTuple):
     """A prompt with its answers and scores. `unscored`: number of answers without a score. `unequal`: True if rewards (lowered for
     truncated answers) or steps differ."""
@@ -129,7 +133,8 @@ class Rollouts(Generic[Config]):
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of rollout number `rollout` (1-based). `remember` stores each wave of sampled and scored answers.
 
-        Raise ValueError if the engine's log-probs differ from the policy's: Puna's on the first prompt, another engine's by too much."""
+        Raise ValueError if the engine's log-probs differ from the policy's (Puna's on the first prompt, another engine's by too much), and
+        Unscored if no answer has a score."""
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
         candidates = self._draw(rollout, remember)
@@ -146,6 +151,8 @@ class Rollouts(Generic[Config]):
                    sum(one.unscored for one in candidates)),
             parts={name: [part for i in best for part in candidates[i].parts[name]] for name in candidates[0].parts},
         )  # fmt: skip
+        if sampled.drawn[0] == sampled.drawn[2]:
+            raise Unscored(f"rollout {rollout}: none of its {sampled.drawn[0]} answers could be scored")
         if self.other is None:  # Puna's engine computes the trainer's own log-probs: they are only checked
             self._check(rollout, sampled)
         else:

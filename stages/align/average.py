@@ -104,7 +104,7 @@ def _search(
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     answering = _Development(prompts, reward_models, judges, tokenizer, network.config, config, run)
     if config.search.reward == "product" and config.search.center == "start":
-        run.metric("center", answering.center(network))
+        answering.center(network, run)
     scores = []
     for number, weights in enumerate(trials):
         try:
@@ -157,10 +157,10 @@ class _Development:
         self.answers = self.tokens = 0
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
-    def center(self, network: Transformer) -> float:
-        """Center all later rewards on the rewards of this model's answers, and return the center (see `search.center`)."""
+    def center(self, network: Transformer, run: StageRun) -> None:
+        """Center all later rewards on the rewards of this model's answers, and report the center (see `search.center`)."""
         self._rewards = self._rewards.center_by(self._ids, self._answers(network))
-        return self._rewards.center
+        self._rewards.report(run)
 
     def score(self, network: Transformer) -> float:
         """Return the mean reward of the model's answers. With verifiers, truncated answers and answers that cannot be scored count as 0."""

@@ -36,12 +36,12 @@ from puna.stages.training.turns import TurnsConfig, in_turns, turns_of, with_too
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_text
 from puna.stages.verifiers.scoring import Scorer, leaves, verifiers_named
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact, PunaError, errors_at
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
     from puna.models.training.parallel.base import Parallel
-    from puna.stages.training.rewards import Ids, Rewards
+    from puna.stages.training.rewards import Completions, Ids, Rewards
 
 
 class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
@@ -125,7 +125,7 @@ def _optimize(
     from puna.models.generation.vllm import VllmEngine
     from puna.models.training.parallel.groups import Groups
     from puna.models.training.parallel.parallel import parallel, part_of
-    from puna.models.training.rollouts import Rollouts
+    from puna.models.training.rollouts import Rollouts, Unscored
 
     _check(policy, reward_models, config, run)
     groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
@@ -150,14 +150,15 @@ def _optimize(
     networks = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
     kinds = config.compute.micro_batch_tokens, config.floor, config.ensemble, steps, groups.mesh.index == 0
     rewards = replace(rewards_of(scorer, networks, rows, prompt_ids, tokenizer, *kinds), watched=config.reward == "reward_model")
+    turns = in_turns(rows, prompt_ids, tokenizer, talk, Tools(config.scoring, run), run.stage)
     if config.reward == "product" and config.center == "start":
         untrained = groups.answering(parallel(model, layout, groups.mesh, device()))
-        rewards = _center(rewards, untrained, prompt_ids, tokenizer.stop_ids, config, run)
+        rewards = _center(rewards, untrained, turns, prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
     reference = frozen(model)
     centering = scorer.failures[0] if scorer is not None else 0
-    with divergence_named(run.stage), adapters(model, config, run) as scales:
-        turns = in_turns(rows, prompt_ids, tokenizer, talk, Tools(config.scoring, run), run.stage)
+    again = f"{run.stage}: check the verifiers and their judge, and delete {run.scratch} to start again"
+    with divergence_named(run.stage), errors_at(again, Unscored), adapters(model, config, run) as scales:
         other = VllmEngine(run.scratch / "vllm", tokenizer, memory=config.gpu_memory).holding if config.engine == "vllm" else None
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
         between = replace(rewards, gold=None).parts if rewards.watched else None
@@ -210,7 +211,10 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
     run.metric("trained_answers", len(log) * config.epochs * config.prompts * config.answers)
 
 
-def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
+def _center(
+    rewards: Rewards, policy: Parallel, answer: Callable[..., Completions], asked: Ids, stop: Sequence[int], config: RolloutsConfig,
+    run: StageRun,
+) -> Rewards:  # fmt: skip
     """Return the rewards, centered on the starting policy's answers to `config.prompts` random prompts, the same ones after a restart."""
     from puna.models.generation import SamplingParams
     from puna.models.training.parallel.staged_engine import held_engine
@@ -219,11 +223,11 @@ def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int],
     params = SamplingParams(
         n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=run.seed("center")
     )
-    answers = held_engine(policy).generate(some, params)
+    answers = answer(held_engine(policy), some, params)
     run.metric("checker_calls", sum(map(len, answers)))
-    run.metric("sampled_tokens", sum(len(one.tokens) for row in answers for one in row))
+    run.metric("sampled_tokens", sum(sum(one.mask) for row in answers for one in row))
     centered = rewards.center_by(some, answers)
-    run.metric("center", centered.center)
+    centered.report(run)
     return centered
 
 

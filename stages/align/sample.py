@@ -124,7 +124,7 @@ def _answer(
     artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
-    """Write a model's answers, `STRETCH` prompts at a time. Return counts of scored and unscored answers, and of sampled tokens."""
+    """Write a model's answers, `STRETCH` prompts at a time. Return counts of checked and unscored answers, and of sampled tokens."""
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
     params = _params(tokenizer_of(artifact), config, artifact.data_digest, run, guesses(config.serving.speculate, draft))
@@ -160,13 +160,13 @@ def _answer(
             return _generate(artifact.data_digest, DealtEngine(engine(), config.serving.layout), stretch, scorer, params, run, progress)
 
         answers = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished", "tokens"])
-        spent["checker_calls"] += len(answers) - answers["gold"].null_count
         spent["sampled_tokens"] += pc.sum(pc.list_value_length(answers["tokens"])).as_py() or 0
         gold, whole = answers["gold"].to_pylist(), answers["finished"].to_pylist()
         right += sum(map(is_correct, map(score_ending, gold, whole)))
         scored += len(answers) - answers["gold"].null_count
         finished += sum(whole)
-    spent["unscored"] = sum(row["verifier"] is not None for row, _ in asked) * config.answers - scored
+    spent["checker_calls"] = checked = sum(row["verifier"] is not None for row, _ in asked) * config.answers
+    spent["unscored"] = checked - scored
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
@@ -176,7 +176,7 @@ def _answer(
 def _ask(
     endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun
 ) -> Counter[str]:
-    """Write an endpoint's answers. Return counts of scored and unscored ones. Raise PunaError if it fails or refuses every prompt."""
+    """Write an endpoint's answers. Return counts of checked and unscored ones. Raise PunaError if it fails or refuses every prompt."""
     from puna.models.generation import Completion
 
     name, slug = endpoint.config.name, _slug(endpoint.config.name)
@@ -200,7 +200,7 @@ def _ask(
         run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
     run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))
     checked = sum(row["verifier"] is not None for row, _ in answered) * config.answers
-    return Counter(checker_calls=len(scored), unscored=checked - len(scored))
+    return Counter(checker_calls=checked, unscored=checked - len(scored))
 
 
 def replies_of(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from puna.stages.contract import StageConfig
+from puna.stages.contract import StageConfig, StageRun
 from puna.stages.training.turns import steps_of, to_score
 from puna.stages.verifiers.base import ScoringConfig
 from puna.stages.verifiers.reward_model import sigmoid
@@ -40,7 +40,8 @@ REWARDS = (
 Center = Literal["start", "zero"]
 CENTER = (
     "With reward product: the output whose sigmoid is one half. Preferences determine only differences of outputs, so 0 has no meaning. "
-    "start: the mean over right answers of the model before training (as in InstructGPT, Ouyang et al. 2022, 3.5); zero: 0"
+    "start: the mean over right answers (without any: over all) of the model before training (as in InstructGPT, Ouyang et al. 2022, 3.5); "
+    "zero: 0"
 )
 
 
@@ -73,6 +74,13 @@ class Rewards:
     floor: float = 0.0
     center: float = 0.0
     watched: bool = False
+    all_wrong: bool = False
+
+    def report(self, run: StageRun) -> None:
+        """Write the metric `center` and, if no answer was right, `center_of`."""
+        run.metric("center", self.center)
+        if self.all_wrong:
+            run.metric("center_of", "all answers, because none was right")
 
     def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
         return self.parts(prompts, completions)["score"]
@@ -89,14 +97,16 @@ class Rewards:
         return {"score": scores, **parts}
 
     def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Return rewards whose `center` is the mean reward-model output of these answers, weighted by their verifier scores. Without scores
-        or outputs, return the rewards unchanged."""
+        """Return rewards whose `center` is the mean reward-model output of these answers, weighted by their verifier scores, or equally if
+        all scores are 0 (`all_wrong`). Without scores or outputs, return the rewards unchanged."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
         pairs = [(score, number) for some in both for score, number in zip(*some, strict=True)]
-        weight = math.fsum(score for score, _ in pairs)
-        return replace(self, center=math.fsum(score * number for score, number in pairs) / weight) if weight else self
+        wrong = not any(score for score, _ in pairs)
+        weights = [1.0 if wrong else score for score, _ in pairs]
+        center = math.fsum(weight * number for weight, (_, number) in zip(weights, pairs, strict=True)) / math.fsum(weights)
+        return replace(self, center=center, all_wrong=wrong)
 
 
 def rewards_of(

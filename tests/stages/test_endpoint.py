@@ -176,6 +176,7 @@ def test_a_judge_elsewhere_grades_answers(tmp_path: Path, remote: Remote) -> Non
     made = sampled(store, prompts, remote.endpoint(), answers=1, scoring={"endpoint": remote.endpoint(model="judge")})
     gold = {row["prompt_id"]: row["gold"] for row in made.read().to_pylist()}
     assert gold == {"say #1": 0.2, "say #3": 0.6, "#none": None} and made.manifest.metrics["unscored_answers"] == 1
+    assert made.manifest.metrics["checker_calls"] == 3
     assert sorted(json.loads(row["request"])["model"] for row in made.read("exchanges").to_pylist()) == ["big"] * 3 + ["judge"] * 3
 
 
@@ -204,6 +205,16 @@ def test_a_policy_is_rewarded_by_a_judge_elsewhere(tmp_path: Path, remote: Remot
     assert made.manifest.metrics["exchanges"] == exchanges <= made.manifest.metrics["checker_calls"] == 16
     answered = [one for one in requests if "#3" not in one]
     assert len(answered) == len(set(answered)) and graded <= {json.loads(one)["messages"][-1]["content"] for one in answered}
+
+
+def test_training_ends_at_a_rollout_that_a_judge_does_not_grade(tmp_path: Path, remote: Remote) -> None:
+    store = Store.open(tmp_path / "store")
+    asked = prompts_of(store, "#none", "#refused", verifier={"name": "judge", "rubric": "right?", "max_grade": 5})
+    (files,) = External.resolve(f"model={saved(tmp_path / 'model')}")
+    given = {"policy": execute(import_model, ImportModelConfig(), {"model": files}, store), "prompts": asked}
+    settings = {"rollouts": 2, "prompts": 2, "answers": 2, "max_tokens": 3, "scoring": {"endpoint": remote.endpoint()}}
+    with pytest.raises(PunaError, match=r"grpo: check the verifiers and their judge.*rollout 1: none of its 4 answers could be scored"):
+        execute(grpo, parse(GrpoConfig, settings, "grpo"), given, store)
 
 
 def test_a_signal_ends_training_whose_judge_hangs_after_saving_its_state(tmp_path: Path, remote: Remote) -> None:
