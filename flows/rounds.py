@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -68,25 +68,16 @@ def learned_from(judged: Sequence[Output]) -> None:
         )
 
 
-def refuse_heldout(pool: Output, learned: Sequence[Output]) -> None:
+def unseen(pool: Output, learned: Sequence[Output]) -> None:
     """Raise PunaError if given instructions or preferences contain, among rows to train on, a prompt that `pool` holds out."""
-    artifacts = [item for output in learned for item in output.items if isinstance(item, Artifact)]
-    for questions in (item for item in pool.items if artifacts and isinstance(item, Artifact)):
-        held = {row["messages"] for row in questions.read(columns=["messages", "split"]).to_pylist() if row["split"] == "heldout"}
-        for artifact in artifacts:
-            rows = artifact.read(columns=["messages", "split"]).to_pylist()
-            if count := sum(row["split"] == "train" and not held.isdisjoint(_questions(row)) for row in rows):
-                raise PunaError(
-                    f"{count} of {len(rows)} rows of {artifact.id} train on prompts that {questions.id} holds out for evaluation: import "
-                    "both with the same heldout_fraction and seed, or leave these rows out"
-                )
-
-
-def _questions(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the prompts in a conversation, as JSON text: the messages before each answer, and all messages."""
-    yield row["messages"]
-    messages = json.loads(row["messages"])
-    yield from (dump(messages[:number]) for number, one in enumerate(messages) if one["role"] == "assistant")
+    given = [item for output in learned for item in output.items if isinstance(item, Artifact)]
+    questions = [item for item in pool.items if given and isinstance(item, Artifact)]
+    held = {row["messages"] for item in questions for row in item.read().to_pylist() if row["split"] == "heldout"}
+    for item in given:
+        rows = [json.loads(row["messages"]) for row in item.read().to_pylist() if row["split"] == "train"]
+        if count := sum(any(dump(turns[:number]) in held for number in range(1, len(turns) + 1)) for turns in rows):
+            raise PunaError(f"{count} rows of {item.id} train on prompts that {questions[0].id} holds out for evaluation: import both with "
+                            "the same heldout_fraction and seed, or leave these rows out")  # fmt: skip
 
 
 def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 BEAT = 5.0  # seconds between looks at the progress
 count, until = 0, 0.0
-leave: Callable[[], object] = lambda: None  # called while a training step waits for another process; may end the step by an exception
+leave: Callable[[], object] = bool  # called while a training step waits for a server; may end the step by an exception
 
 
 def advance(seconds: float = 0.0) -> None:

@@ -13,8 +13,8 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from queue import Empty, SimpleQueue
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -91,48 +91,34 @@ class Endpoint:
         self._key = "" if config.key is None else os.environ[config.key]
         self._file = run.scratch / "exchanges.jsonl"
         self._opener = urllib.request.build_opener(_Unmoved)
+        self._replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
         """Return a reply per request. A request has `messages` and other OpenAI fields; equal requests share a reply. `note` names the
         replies in the progress. Raise PunaError if the server gives no reply, or one in another format."""
         requests, replies = [self._whole(body) for body in bodies], self._replies
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
-        todo, results, stop = iter(list(missing.items())), SimpleQueue[tuple[str, Reply | Exception]](), threading.Event()
-
-        def answer() -> None:
-            while not stop.is_set():
-                with self._lock:
-                    id_, request = next(todo, ("", {}))
-                if not id_:
-                    return
-                try:
-                    results.put((id_, self._stored_reply(id_, request, stop)))
-                except Exception as error:
-                    results.put((id_, error))
-
-        # Daemons, and not a pool's threads: an interrupted process does not wait for a server that hangs.
-        threads = [threading.Thread(target=answer, daemon=True) for _ in range(min(self.config.at_once, len(missing)))]
-        for thread in threads:
-            thread.start()
-        try:
-            for number in range(1, len(missing) + 1):
-                progress.advance((1 + self.config.retries) * (self.config.seconds + LONGEST_WAIT))
-                id_, result = _next(results)
-                if isinstance(result, Exception):
-                    stop.set()
-                    for thread in threads:  # replies that are on their way are stored
-                        thread.join()
-                    raise result
-                replies[id_] = result
-                self._run.progress(number, len(missing), f"{note} of {self.config.name}")
-        finally:
-            stop.set()
+        stop = threading.Event()
+        with ThreadPool(min(self.config.at_once, len(missing)) or 1) as pool:  # its threads are daemons: no interrupt waits for a reply
+            results = pool.imap_unordered(lambda one: self._stored_reply(*one, stop), missing.items())
+            try:
+                for number in range(1, len(missing) + 1):
+                    progress.advance((1 + self.config.retries) * (self.config.seconds + LONGEST_WAIT))
+                    while True:
+                        with contextlib.suppress(TimeoutError):
+                            id_, reply = results.next(LOOK)
+                            break
+                        progress.leave()  # a signal may wait
+                    replies[id_] = reply
+                    self._run.progress(number, len(missing), f"{note} of {self.config.name}")
+            except Exception:
+                pool.close()
+                stop.set()
+                pool.join()  # replies that are on their way are stored
+                raise
+            finally:
+                stop.set()
         return [replies[self._id(request)] for request in requests]
-
-    @cached_property
-    def _replies(self) -> dict[str, Reply]:
-        """Replies by request id, of earlier attempts and of this one."""
-        return {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
 
     def _whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
         fields = {"model": self.config.model, **body, **self.config.fields}
@@ -142,9 +128,9 @@ class Endpoint:
         return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
 
     def _answer(self, request: dict[str, Any], stop: threading.Event) -> Reply:
-        """Return the server's reply or refusal, retrying with exponential backoff. Raise PunaError if it fails for good, or after `stop`."""
+        """Return the server's reply or refusal, retrying with exponential backoff until `stop`. Raise PunaError if it fails for good."""
         failure = ""
-        for number in range(self.config.retries + 1):
+        for number in range(0 if stop.is_set() else self.config.retries + 1):
             wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)
             try:
                 return self._once(request)
@@ -179,14 +165,14 @@ class Endpoint:
         """Return a message on one line without the key, truncated to 500 characters."""
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
-    def _stored_reply(self, id_: str, request: dict[str, Any], stop: threading.Event) -> Reply:
-        """Request a reply, append both to the file of exchanges, and return the reply."""
+    def _stored_reply(self, id_: str, request: dict[str, Any], stop: threading.Event) -> tuple[str, Reply]:
+        """Request a reply, append both to the file of exchanges, and return the id and the reply."""
         reply = self._answer(request, stop)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
         with self._lock, self._file.open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps(row))  # start with a line break: the previous line may be incomplete after a crash
-        return reply
+        return id_, reply
 
     def _exchanges(self) -> dict[str, dict[str, Any]]:
         """Return the exchanges on disk by id, ignoring incomplete lines."""
@@ -211,14 +197,6 @@ def grade_of(text: str, top: int) -> float | None:
     """Return the first number in a judge's reply; None if it is missing or not from 0 to `top`."""
     number = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", text)
     return float(number.group()) if number is not None and 0 <= float(number.group()) <= top else None
-
-
-def _next(results: SimpleQueue[Any]) -> Any:
-    """Return the next result, once there is one; meanwhile a waiting signal may end the run."""
-    while True:
-        with contextlib.suppress(Empty):
-            return results.get(timeout=LOOK)
-        progress.leave()
 
 
 def _body(error: urllib.error.HTTPError) -> str:

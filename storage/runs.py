@@ -10,7 +10,6 @@ from typing import Any
 
 from puna.storage.aliases import DEFAULT
 
-
 Sources = tuple[tuple[str, str, str], ...] | None
 
 

@@ -96,15 +96,11 @@ def _used(step: str, steps: Mapping[str, Artifact], sources: Mapping[str, Source
     not tell: if two arms' models are equal, the second arm reuses an evaluation whose manifest names the first arm's model."""
     every, left = dict[str, Artifact](), [step]
     for name in left:  # the list grows during the loop
-        every[steps[name].key] = steps[name]
-        inputs = sources.get(name)
-        if inputs is None:  # a run of an earlier version
-            every |= _ancestors(steps[name])
-        for source, kind, key in inputs or ():
-            if source not in steps:
-                every |= _ancestors(Artifact(kind, key, steps[name].files))
-            elif source not in left:
-                left.append(source)
+        recorded = sources.get(name) is not None  # else by an earlier version
+        every |= {steps[name].key: steps[name]} if recorded else _ancestors(steps[name])
+        for source, kind, key in sources.get(name) or ():
+            every |= {} if source in steps else _ancestors(Artifact(kind, key, steps[name].files))
+            left += [source] if source in steps and source not in left else []
     return every
 
 

@@ -89,10 +89,6 @@ class Sampled:
         return cls(**values | {name: torch.tensor(values[name]) for name in ("scores", "reference", "importance")})
 
 
-class Unscored(ValueError):
-    """An error for a rollout without any score, from which a policy would learn nothing."""
-
-
 class Drawn(NamedTuple):
     """A prompt with its answers and scores. `unscored`: number of answers without a score. `unequal`: True if rewards (lowered for
     truncated answers) or steps differ."""
@@ -133,8 +129,7 @@ class Rollouts(Generic[Config]):
     def sample(self, rollout: int, remember: Remember = lambda _, make: make(), version: int = 0) -> Sampled:
         """Return the answers of rollout number `rollout` (1-based). `remember` stores each wave of sampled and scored answers.
 
-        Raise ValueError if the engine's log-probs differ from the policy's (Puna's on the first prompt, another engine's by too much), and
-        Unscored if no answer has a score."""
+        Raise ValueError if the engine's log-probs differ from the policy's: Puna's on the first prompt, another engine's by too much."""
         config = self.config
         measured = rollout in watched_rollouts(config.rollouts)
         candidates = self._draw(rollout, remember)
@@ -151,8 +146,6 @@ class Rollouts(Generic[Config]):
                    sum(one.unscored for one in candidates)),
             parts={name: [part for i in best for part in candidates[i].parts[name]] for name in candidates[0].parts},
         )  # fmt: skip
-        if sampled.drawn[0] == sampled.drawn[2]:
-            raise Unscored(f"rollout {rollout}: none of its {sampled.drawn[0]} answers could be scored")
         if self.other is None:  # Puna's engine computes the trainer's own log-probs: they are only checked
             self._check(rollout, sampled)
         else:
@@ -252,7 +245,7 @@ class Rollouts(Generic[Config]):
             some, scores = [Completion(*answer) for answer in answers], parts["score"]
             steps = map(str, parts.get("steps", scores))
             rewards = {(s - self.config.unfinished_penalty * (not c.finished), t) for s, c, t in zip(scores, some, steps, strict=True)}
-            own = {name: part for name, part in parts.items() if name not in ("score", "unscored")}
+            own = {name: part for name, part in parts.items() if name != "score"}
             yield Drawn(prompt, some, scores, len(rewards) > 1, sum(parts.get("unscored", ())), own)
 
     @torch.no_grad()

@@ -79,8 +79,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` between the models' layers, in forward and backward passes, and while a server's reply is awaited, within the context;
-    `act` may end a pass by an exception."""
+    """Call `act`, which may raise, between the models' layers in forward and backward passes, and while a server's reply is awaited."""
 
     def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         act()

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import pyarrow.compute as pc
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.models.memory import Work
 from puna.models.serving import ServingSettings, Weights, engine_of, guesses, vllm_engine
@@ -51,6 +51,10 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     endpoints: tuple[EndpointConfig, ...] = Field((), description="Remote models that also answer, without token ids and log-probabilities")
     draft_weights: Weights = Field("same", description="Weights of the draft model: as stored, or in 8 bits (a model may be its own draft)")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the verifiers that score the answers")
+
+    @model_validator(mode="after")
+    def _draws_with_these(self) -> Self:
+        return self if self.temperature != 0 else self.refuse_unused("temperature is 0", "top_p", "top_k", "min_p")
 
 
 def needs(config: SampleConfig, facts: Facts) -> list[str]:

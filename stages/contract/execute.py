@@ -202,8 +202,10 @@ def _make(
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
-    if not _has_saved_work(work):  # earlier attempts count if this one continues from them
-        for file in work.scratch.glob(f"{CPU_FILE}*"):
+    # Earlier attempts count if this one continues from their work.
+    counts = {file for file in work.scratch.iterdir() if CPU_FILE in file.name}
+    if counts == {*work.scratch.iterdir()} and not [*work.files.list(work.staging.folder)]:
+        for file in counts:
             file.unlink(missing_ok=True)
     with Meter(executor, work.scratch / CPU_FILE) as meter, _same_threads():
         others = rank_jobs.call(stage, arguments, config, given, run, store)
@@ -230,12 +232,6 @@ def _make(
         "peak_memory_bytes": max([meter.peak_bytes, *(peak for _, peak in others)]),
         "libraries": libraries.library_versions(), "seed": getattr(config, "seed", None),
     }  # fmt: skip
-
-
-def _has_saved_work(work: Work) -> bool:
-    """True if an earlier attempt left finished parts, or files in the scratch folder."""
-    scratch = any(not file.name.lstrip(".").startswith(CPU_FILE) for file in work.scratch.iterdir())
-    return scratch or next(iter(work.files.list(work.staging.folder)), None) is not None
 
 
 def _check_rows(stage: Stage, rows: int, sources: list[Artifact], work: Work) -> None:

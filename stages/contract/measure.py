@@ -27,8 +27,8 @@ class Meter:
     They cover this process, its `multiprocessing` workers and the processes started inside the block, but not older ones, such as a server.
     `cpu_seconds` is user plus system time. `peak_bytes` is the largest sum of resident memory, sampled every 0.2 seconds; shared memory is
     counted once per process. New processes are found within two seconds. Workers of a cluster report to `executor`, and other ranks to
-    `rank_jobs.call`: all their CPU time counts, but only the memory of the largest. `file`: holds the CPU seconds of earlier attempts,
-    which are added. It is written every two seconds and at the end, also after an error; a failure to write is ignored."""
+    `rank_jobs.call`: all their CPU time counts, but only the memory of the largest. `file`: a file of the CPU seconds so far, to which the
+    seconds of this attempt are added, every two seconds and at the end, if it can be written."""
 
     def __init__(self, executor: Executor | None = None, file: Path | None = None) -> None:
         self._file, self._earlier = file, 0.0
@@ -64,12 +64,11 @@ class Meter:
 
     def _count(self, cpu: float, below: list[psutil.Process]) -> None:
         """Set `cpu_seconds`, and write it to the file. `cpu`: the CPU seconds of this process."""
-        cluster = 0.0 if self._cluster is None else self._cluster.cpu_seconds
-        self.cpu_seconds = self._earlier + cpu - self._cpu + max(0.0, self._cpu_of(below) - self._others) + cluster
+        self.cpu_seconds = self._earlier + cpu - self._cpu + max(0.0, self._cpu_of(below) - self._others)
+        self.cpu_seconds += 0.0 if self._cluster is None else self._cluster.cpu_seconds
         if self._file is not None:
             with contextlib.suppress(OSError):
-                temporary = self._file.with_name(f".{self._file.name}")
-                temporary.write_text(str(self.cpu_seconds))
+                (temporary := self._file.with_name(f".{self._file.name}")).write_text(str(self.cpu_seconds))
                 os.replace(temporary, self._file)
 
     def _watch_memory(self) -> None:

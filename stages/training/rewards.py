@@ -58,9 +58,7 @@ class RewardSettings(StageConfig):
     def _reward_has_these_parts(self) -> Self:
         if self.reward != "product":
             self.refuse_unused("it is a part of reward product", "floor", "center")
-        if self.reward == "verifier":
-            self.refuse_unused("reward verifier asks no reward model", "ensemble")
-        return self
+        return self if self.reward != "verifier" else self.refuse_unused("reward verifier asks no reward model", "ensemble")
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,6 @@ class Rewards:
     floor: float = 0.0
     center: float = 0.0
     watched: bool = False
-    all_wrong: bool = False
-
-    def report(self, run: StageRun) -> None:
-        """Write the metric `center` and, if no answer was right, `center_of`."""
-        run.metric("center", self.center)
-        if self.all_wrong:
-            run.metric("center_of", "all answers, because none was right")
 
     def __call__(self, prompts: Ids, completions: Completions) -> list[list[float]]:
         return self.parts(prompts, completions)["score"]
@@ -96,17 +87,19 @@ class Rewards:
         scores = [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
         return {"score": scores, **parts}
 
-    def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
+    def center_by(self, prompts: Ids, completions: Completions, run: StageRun) -> Rewards:
         """Return rewards whose `center` is the mean reward-model output of these answers, weighted by their verifier scores, or equally if
-        all scores are 0 (`all_wrong`). Without scores or outputs, return the rewards unchanged."""
+        all scores are 0 (the metric `center_of` then says so). Without scores or outputs, return the rewards unchanged."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
         pairs = [(score, number) for some in both for score, number in zip(*some, strict=True)]
-        wrong = not any(score for score, _ in pairs)
-        weights = [1.0 if wrong else score for score, _ in pairs]
-        center = math.fsum(weight * number for weight, (_, number) in zip(weights, pairs, strict=True)) / math.fsum(weights)
-        return replace(self, center=center, all_wrong=wrong)
+        if not any(score for score, _ in pairs):
+            pairs = [(1.0, number) for _, number in pairs]
+            run.metric("center_of", "all answers, because none was right")
+        center = math.fsum(score * number for score, number in pairs) / math.fsum(score for score, _ in pairs)
+        run.metric("center", center)
+        return replace(self, center=center)
 
 
 def rewards_of(

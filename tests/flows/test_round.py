@@ -262,7 +262,7 @@ def test_no_demonstration_or_judgement_is_of_a_held_out_prompt(world: World) -> 
         return world.store.import_table("instructions", pa.Table.from_pylist([row], schema=schema))
 
     for given in (taught("held3", "yes"), taught("held0", "yes", "why?", "so"), preferred(world.store, "new", "held3")):
-        with pytest.raises(PunaError, match=f"1 of . rows of {given.id} train on prompts that {pool.id} holds out"):
+        with pytest.raises(PunaError, match=f"1 rows of {given.id} train on prompts that {pool.id} holds out"):
             world.fire(model, pool, given)
     assert world.fire(model, pool, taught("held3", "yes", split="heldout"), taught("good003", "yes")).startswith("round 1: ")
 
@@ -365,10 +365,10 @@ def test_a_round_that_is_cut_short_goes_on_to_the_same_end(
         else:
             performed = Session.perform
 
-            def stopped(self: Session, stage: Any, config: Any, given: Any, step: str) -> Any:
+            def stopped(self: Session, stage: Any, config: Any, given: Any, step: str, sources: Any) -> Any:
                 if step == at:
                     raise KeyboardInterrupt
-                return performed(self, stage, config, given, step)
+                return performed(self, stage, config, given, step, sources)
 
             patch.setattr(Session, "perform", stopped)
         with pytest.raises(KeyboardInterrupt):

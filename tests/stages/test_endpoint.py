@@ -213,7 +213,7 @@ def test_training_ends_at_a_rollout_that_a_judge_does_not_grade(tmp_path: Path, 
     (files,) = External.resolve(f"model={saved(tmp_path / 'model')}")
     given = {"policy": execute(import_model, ImportModelConfig(), {"model": files}, store), "prompts": asked}
     settings = {"rollouts": 2, "prompts": 2, "answers": 2, "max_tokens": 3, "scoring": {"endpoint": remote.endpoint()}}
-    with pytest.raises(PunaError, match=r"grpo: check the verifiers and their judge.*rollout 1: none of its 4 answers could be scored"):
+    with pytest.raises(PunaError, match=r"grpo: none of the 4 answers of rollout 1 could be scored; check the verifiers and their judge"):
         execute(grpo, parse(GrpoConfig, settings, "grpo"), given, store)
 
 
