@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import duckdb
 import pyarrow as pa
 
 from puna.storage import aliases, damage, digest, index
@@ -327,7 +326,9 @@ def explain_write_errors(uri: str) -> Iterator[None]:
     """Turn errors of a full disk or a read-only store inside the `with` block into a PunaError that says what to do."""
     try:
         yield
-    except (OSError, duckdb.Error) as error:
+    except PunaError:
+        raise
+    except Exception as error:
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
             message = "the disk is full. Nothing incomplete was committed, and finished parts are kept: make room and run again"

@@ -289,7 +289,7 @@ def _phase(
         work = Work(phase.full_rows, row, at_once, precision, moments=moments, whole=asks)
         sheet, own = data_sheet(gpu), _own_layout(training, config, phase, gpus)
         ranked = best_layouts(config, work, gpus, sheet, only=own)
-        layouts = {"layouts": _describe_layouts(ranked, gpu, gpus, own)}
+        layouts = {"layouts": _describe_layouts(ranked, gpu, gpus, own, phase.full_rows)}
         seconds = ranked[0].seconds if ranked and ranked[0].fits else None
         if gpus > 1:
             both = [estimate(config, replace(work, checkpointing=less), one.layout, sheet) for one in ranked[:1] for less in (False, True)]
@@ -320,11 +320,11 @@ def _own_layout(training: PretrainConfig, config: ModelConfig, phase: Phase, gpu
     return layout
 
 
-def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int, own: Layout | None) -> list[str]:
+def _describe_layouts(ranked: list[Estimate], gpu: str, gpus: int, own: Layout | None, rows: int) -> list[str]:
     """Return a line for each layout that fits; if none fits, one line, which names the layout with the least memory if there is any."""
     lines = [f"{one.layout}: {one.seconds:.3g} s a step, {one.bytes / 1e9:,.0f} GB per device ({one.reason})" for one in ranked]
     if not ranked:
-        return [f"no tested layout divides the step and the model among {gpus} devices"]
+        return [f"no tested layout divides the step ({rows:,} rows) and the model among {gpus} devices"]
     if not ranked[0].fits:
         return [f"{own or 'no tested layout'} {'does not fit' if own else 'fits'} into {gpu}. The least memory: {lines[0]}"]
     return lines

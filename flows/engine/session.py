@@ -268,6 +268,8 @@ def _tell_saved(session: Session, in_server: bool) -> None:
     again = "Go on: start the same run again" if in_server else "Go on with the same call"
     if ranks.number("SLURM_STEP_NUM_TASKS", 1) > 1:
         again = "Go on: submit the same job again"
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        again = "Go on: start the same torchrun command on each machine again"
     elif Path(program).name in ("puna", "main.py"):
         again = f"Go on with: {shlex.join(['puna', *words])}"
     with contextlib.suppress(OSError, PunaError):

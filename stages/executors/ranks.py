@@ -170,9 +170,12 @@ def tell(line: str) -> None:
     from puna.models.training.parallel import mesh
 
     rank = number("RANK")
-    _lines[rank] += 1
-    with contextlib.suppress(RuntimeError):
-        mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
+    if _lines[rank] >= 0:
+        _lines[rank] += 1
+        try:
+            mesh.store().set(f"line-{rank}-{_lines[rank]}", line)
+        except RuntimeError:
+            _lines[rank] = -1  # the store is gone; torch may log each further try, in lines to be sent
 
 
 def lines_of_ranks() -> list[str]:

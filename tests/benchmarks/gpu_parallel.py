@@ -345,11 +345,7 @@ def serve(device: str, shared: bool, only: str, first: int, folder: Path) -> Non
     cases.PLAIN.update(SHAPES[device])
     if device == "cuda":
         cases.MOE.update(num_experts=8, moe_intermediate_size=64)
-    if shared:
-        dist.init_process_group("cpu:gloo,cuda:gloo", rank=rank, world_size=ranks)
-        torch.cuda.set_device(0)
-    else:
-        join(device)
+    join(device, "cpu:gloo,cuda:gloo" if shared else "")
     with (folder / f"rank-{rank}.jsonl").open("a", buffering=1, encoding="utf-8") as out:
         for number, check in enumerate(checks(ranks, shared, only)):
             if number < first:

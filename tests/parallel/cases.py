@@ -24,11 +24,13 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from puna.kernels.adamw import gradient_norm
 from puna.kernels.exact import exact_passes
+from puna.models import progress
 from puna.models.config import ModelConfig
 from puna.models.formats.checkpoint import load, save
 from puna.models.formats.quantized import to_nf4
@@ -383,10 +385,10 @@ def passes(members: Sequence[int], layout: dict[str, int], layers: int, micro: i
 
 def unwritten(members: Sequence[int], folder: str) -> dict[str, Any]:
     """Return the error of each rank of a training run in which one rank cannot write, and the steps of the complete checkpoints."""
-    with mock.patch("puna.models.training.parallel.boxes.flush", side_effect=OSError("no space left")) if dist.get_rank() else contextlib.nullcontext():
+    with mock.patch("puna.models.training.parallel.boxes.flush", side_effect=SafetensorError("no space left")) if dist.get_rank() else contextlib.nullcontext():
         try:
             trained(members, {"shard": 2}, 4, folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             Mesh(Layout(shard=2), members).wait()
             return {"error": str(error), "states": [path.name for path in Path(folder).glob("step-*")]}
     return {}
@@ -734,17 +736,31 @@ def progressed(members: Sequence[int], layout: dict[str, int]) -> list[str]:
 
 def silent(members: Sequence[int]) -> str:
     """Return the error by which the training rank reports a sampling rank whose thread hangs."""
-    with mock.patch("puna.models.progress.BEAT", 0.05):
-        groups = Groups(generate=1, members=members)
+    groups = Groups(generate=1, members=members)
+    try:
+        if not groups.trains:
+            time.sleep(2.0)
+        else:
+            with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):
+                groups.take(lambda: None)
+    except dist.DistError as error:
+        return str(error)
+    return ""
+
+
+def late(members: Sequence[int], hangs: bool) -> list[str] | str:
+    """Return what ranks gather, the last of which arrives after the timeout: it works meanwhile, or hangs. Return the error in that case."""
+    mesh = Mesh(Layout(data=len(members)), members)
+    mesh.wait()
+    with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):
+        if mesh.index == len(members) - 1:
+            for _ in range(40):
+                time.sleep(0.1)
+                progress.advance() if not hangs else None
         try:
-            if not groups.trains:
-                time.sleep(2.0)
-            else:
-                with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):
-                    groups.take(lambda: None)
+            return mesh.meet() or "late" if hangs else mesh.gather_texts(str(mesh.index))
         except dist.DistError as error:
             return str(error)
-        return ""
 
 
 def failing(members: Sequence[int]) -> str:
@@ -768,13 +784,18 @@ def precision(members: Sequence[int]) -> str:
         return ComputeSettings(precision="fastest").precision_on("cpu")
 
 
-def listed(members: Sequence[int], folder: str) -> int:
-    """Return the step that a rank loads; all ranks but the first see no checkpoint in the shared folder."""
+def listed(members: Sequence[int], folder: str, unread: bool = False) -> int | str:
+    """Return the step that a rank loads; all ranks but the first see no checkpoint in the shared folder. unread: they cannot read theirs; return
+    the error."""
     mesh = Mesh(Layout(data=len(members)), members)
     boxes.save(mesh, {}, Path(folder), 3, {}, '{"step": 3}')
     seen = newest_first if mesh.index == 0 else lambda folder: []
-    with mock.patch.object(boxes, "newest_first", seen):
-        state = boxes.load(Path(folder), {}, {}, mesh)
+    fails = mock.patch.object(boxes, "read", side_effect=ValueError("no box")) if unread and mesh.index else contextlib.nullcontext()
+    try:
+        with mock.patch.object(boxes, "newest_first", seen), fails:
+            state = boxes.load(Path(folder), {}, {}, mesh)
+    except (OSError, ValueError) as error:
+        return str(error)
     return -1 if state is None else state[1]["step"]
 
 
@@ -813,6 +834,6 @@ def by_length(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[A
 JOBS: dict[str, Callable[..., Any]] = {
     "compare": compare, "in_small_chunks": in_small_chunks, "in_small_buckets": in_small_buckets, "trained": trained, "refusal": refusal, "restored": restored, "refused_state": refused_state, "seconds": seconds,
     "read_ratio": read_ratio, "passes": passes, "printed": printed, "grown": grown, "whole_bytes": whole_bytes, "weights_read": weights_read, "faulty": faulty, "sampled": sampled,
-    "rolled": rolled, "progressed": progressed, "silent": silent, "failing": failing, "precision": precision, "listed": listed,
+    "rolled": rolled, "progressed": progressed, "silent": silent, "late": late, "failing": failing, "precision": precision, "listed": listed,
     "looped": looped, "remembered": remembered, "unwritten": unwritten, "unsaved": unsaved, "memory_taken": memory_taken, "lost_weights": lost_weights, "answered": answered, "answer_seconds": answer_seconds,
 }  # fmt: skip

@@ -107,8 +107,10 @@ def serve(sockets: list[socket.socket]) -> None:
 
 def work(own: socket.socket, jobs: dict[str, Callable[..., Any]]) -> None:
     """Run the jobs that arrive on a socket until it closes."""
+    from puna.models import progress
     from puna.models.training.parallel.mesh import group_of, join, message_group
 
+    progress.BEAT = 0.05
     join()
     # All groups are created here, because all ranks must take part: jobs of two or four ranks then create none.
     for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [1, 2], [0, 1, 2], [0, 1, 2, 3]):

@@ -195,19 +195,18 @@ def decided(members: Sequence[int], folder: str) -> dict[str, Any]:
 
 def busy(members: Sequence[int]) -> str:
     """Return what the training rank receives from a rank whose scoring takes longer than the timeout: in a worker, then in this process."""
-    with mock.patch("puna.models.progress.BEAT", 0.05):
-        groups = Groups(generate=1, members=members)
-        if not groups.trains:
-            with ThreadPoolExecutor(1) as pool:
-                list(map_in_order(pool, time.sleep, [1.2], ()))
-            with mock.patch("puna.stages.verifiers.scoring.child") as child:
-                child.return_value = slow = Child(score_job)
-                slow.ask = lambda job, seconds: time.sleep(1.2) or "slow"  # type: ignore[method-assign]
-                score_chunk([{"verifier": {"name": "exact"}, "question": ("q", "t", "?", None, ()), "answer": ""}], 0.2)
-            groups.give("scored")
-            return ""
-        with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):
-            return groups.take(lambda: None)
+    groups = Groups(generate=1, members=members)
+    if not groups.trains:
+        with ThreadPoolExecutor(1) as pool:
+            list(map_in_order(pool, time.sleep, [1.2], ()))
+        with mock.patch("puna.stages.verifiers.scoring.child") as child:
+            child.return_value = slow = Child(score_job)
+            slow.ask = lambda job, seconds: time.sleep(1.2) or "slow"  # type: ignore[method-assign]
+            score_chunk([{"verifier": {"name": "exact"}, "question": ("q", "t", "?", None, ()), "answer": ""}], 0.2)
+        groups.give("scored")
+        return ""
+    with mock.patch("puna.models.training.parallel.mesh.TIMEOUT", timedelta(seconds=0.6)):
+        return groups.take(lambda: None)
 
 
 JOBS: dict[str, Callable[..., Any]] = {"tokens_read": tokens_read, "stage": stage, "stage_reads": stage_reads, "stage_memory": stage_memory, "verified": verified, "learned": learned, "decided": decided, "busy": busy}

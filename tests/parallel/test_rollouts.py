@@ -134,6 +134,13 @@ def test_a_rank_that_scores_for_longer_than_the_timeout_is_alive(ranks: Run) -> 
     assert ranks("busy", 2) == ["scored", ""]
 
 
+def test_ranks_meet_after_unequal_work_that_takes_longer_than_the_timeout(ranks: Run) -> None:
+    assert ranks("late", 3, hangs=False) == [["0", "1", "2"]] * 3
+    first, other, last = ranks("late", 3, hangs=True)
+    assert first.startswith("rank 2 has made no progress for ") and last == "late"
+    assert other.startswith("rank 0 has made no progress for ")
+
+
 def test_each_token_and_each_micro_batch_is_progress(ranks: Run) -> None:
     assert ranks.alone("progressed") == ["_begin", "_collect", "by_group"]
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -526,6 +527,17 @@ def test_a_missing_rank_and_a_missing_interface_are_named(more: dict[str, str], 
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": "0", **more}
     done = subprocess.run([sys.executable, "-c", ALONE], env=os.environ | own, capture_output=True, text=True, timeout=60)
     assert problem in done.stdout, done
+
+
+def test_no_line_is_sent_after_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
+    """Torch may log an error's page for each try, and its lines would be sent, too."""
+    gone = MagicMock()
+    gone.set.side_effect = [None, RuntimeError("Broken pipe"), None]
+    monkeypatch.setenv("RANK", "17")
+    monkeypatch.setattr("puna.models.training.parallel.mesh._store", gone)
+    for line in ("one", "two", "three"):
+        processes.tell(line)
+    assert [call.args for call in gone.set.call_args_list] == [("line-17-1", "one"), ("line-17-2", "two")]
 
 
 @pytest.mark.parametrize("name", ["MASTER_PORT", "WORLD_SIZE"])

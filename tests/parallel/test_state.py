@@ -146,7 +146,7 @@ def test_moments_in_files_skipped_spikes_and_averages_are_those_of_one_process(r
 def test_a_rank_that_cannot_write_ends_the_training_on_all_and_leaves_the_state_before(ranks: Run, tmp_path: Path):
     ranks("trained", 2, layout={"shard": 2}, folder=str(tmp_path), steps=2)
     here, there = ranks("unwritten", 2, folder=str(tmp_path))
-    assert here["error"] == "another rank could not read or write its part of the training state" and there["error"] == "no space left"
+    assert here["error"] == "rank 1 could not read or write its part of the state: no space left" and there["error"] == "no space left"
     assert here["states"] == there["states"] == ["step-000000001"]
 
 
@@ -215,6 +215,7 @@ def test_ranks_write_the_tokens_together_and_each_reads_its_own_micro_batches(ra
 def test_all_ranks_read_the_checkpoint_that_the_first_one_sees(ranks: Run, tmp_path: Path) -> None:
     """On another machine, the listing of a shared folder may be outdated."""
     assert ranks("listed", 2, folder=str(tmp_path)) == [3, 3]
+    assert ranks("listed", 2, folder=str(tmp_path), unread=True) == ["rank 1 could not read or write its part of the state: no box", "no box"]
 
 
 def test_all_ranks_compute_in_the_precision_that_the_first_one_measured(ranks: Run) -> None:

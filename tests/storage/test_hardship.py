@@ -7,10 +7,12 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors import SafetensorError
 
 from puna.storage import Identity, PunaError, Store, catalog, maintenance, tables
 from puna.storage import files as files_module
@@ -89,7 +91,7 @@ def test_a_kill_between_any_two_steps_leaves_a_whole_artifact_or_none(tmp_path: 
     assert steps > 15 and states == sorted(states) and not states[0] and states[-1]
 
 
-@pytest.mark.parametrize("full", ["part", "table", "manifest"])
+@pytest.mark.parametrize("full", ["part", "table", "weights", "manifest"])
 def test_a_full_disk_is_named_and_the_work_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str) -> None:
     store, identity = Store.open(tmp_path), Identity("stage")
 
@@ -97,7 +99,10 @@ def test_a_full_disk_is_named_and_the_work_goes_on_later(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(PunaError, match=f"store {tmp_path}: the disk is full"):
-        if full == "table":
+        if full == "weights":  # as safetensors and tokenizers raise it, which are no OSErrors
+            error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+            patch.setattr(pq.ParquetWriter, "write_table", MagicMock(side_effect=error))
+        elif full == "table":
             patch.setattr(pq.ParquetWriter, "write_table", fails)
         else:
             original = files_module.write_bytes

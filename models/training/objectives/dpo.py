@@ -12,6 +12,7 @@ from torch import Tensor
 from puna.models.training.losses import LOSSES, PairLogprobs
 from puna.models.training.objectives import base
 
+TIE = 1e-6  # nats; smaller margins are rounding, as between a policy and an equal reference
 
 @dataclass(frozen=True)
 class DpoBatch(base.Batch):
@@ -73,7 +74,7 @@ class Dpo(PreferenceObjective[DpoBatch]):
         with torch.no_grad():
             margin = result.chosen_reward - result.rejected_reward
             values = {
-                "accuracy": (margin > 0).float() + 0.5 * (margin == 0).float(), "margin": margin,
+                "accuracy": (margin >= TIE).float() + 0.5 * (margin.abs() < TIE).float(), "margin": margin,
                 "chosen_reward": result.chosen_reward, "rejected_reward": result.rejected_reward,
                 "chosen_logprob": pairs.chosen, "rejected_logprob": pairs.rejected,
             }  # fmt: skip

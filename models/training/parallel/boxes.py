@@ -36,15 +36,12 @@ def save(mesh: Mesh, pieces: Mapping[str, Piece], folder: Path, step: int, tenso
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary / file)
         flush(temporary / file)
         boxes = {name: {"shape": pieces[name].shape, "box": pieces[name].box} for name in tensors}
-        note = {"file": file, "checksum": file_checksum(temporary / file), "boxes": boxes}
-        (temporary / f"{file}.json").write_text(json.dumps(note), encoding="utf-8")
+        note = json.dumps({"file": file, "checksum": file_checksum(temporary / file), "boxes": boxes})
+    notes = [json.loads(one) for one in mesh.saving.gather_texts(note)]  # of a shared folder, this rank's view may be outdated
     with mesh.saving.together():
         if mesh.index == 0:
-            notes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(temporary.glob("*.json"))]
             text = f'{text[:-1]}, "index": {json.dumps({one["file"]: one["boxes"] for one in notes})}}}'  # parsing the record takes time
             sums = {one["file"]: one["checksum"] for one in notes} | {RECORD: checksum(text.encode())}
-            for path in temporary.glob("*.json"):
-                path.unlink()
             (temporary / RECORD).write_text(json.dumps({"record": text, "checksums": sums}), encoding="utf-8")
             flush(temporary / RECORD)
             publish(temporary, final)
@@ -55,7 +52,7 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Return this rank's pieces of the newest checkpoint under `folder`, and its record; None without a checkpoint. `into`: see `read`.
 
-    Each rank verifies a share of the files and reads boxes from any. Raise ValueError on all ranks if a file is damaged or missing."""
+    Each rank verifies a share of the files and reads boxes from any. Raise an error on all ranks if one finds a file damaged or missing."""
     paths = newest_first(folder)
     if (name := mesh.gather_texts(paths[0].name if paths else "-")[0]) == "-":  # a rank's view of a shared folder may be outdated
         return None
@@ -76,4 +73,6 @@ def load(
     index = record.pop("index", None)
     there = set(empty(path, None)) if index is None else {name for boxes in index.values() for name in boxes}
     own_pieces = {**pieces, **{name: piece for name, piece in optional.items() if name in there}}
-    return read(path, index, {name: (piece.shape, piece.box) for name, piece in own_pieces.items()}, into), record
+    with mesh.together():
+        tensors = read(path, index, {name: (piece.shape, piece.box) for name, piece in own_pieces.items()}, into)
+    return tensors, record

@@ -4,11 +4,8 @@ The groups exchange weights and answers once per rollout. Received weights are c
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +21,6 @@ from puna.models.training.parallel.layout import Layout
 from puna.models.training.parallel.mesh import Mesh, broadcast_text, group_of, layout_of
 
 ONE = Layout()
-POLL, CHECK = 0.01, 20  # seconds between polls for a rank's text; polls between checks of ranks
 _numbers = itertools.count()
 
 
@@ -50,17 +46,7 @@ class Groups:
         both = Mesh(layout, self._training), Mesh(Layout(data=generate // tensor, tensor=tensor), self._sampling)
         self.mesh, self.sampling, self._everyone, number = both[not self.trains], both[1], group_of(members), torch.tensor(next(_numbers))
         dist.broadcast(number, members[0], self._everyone)
-        self._name, self._asked, self._taken, self._ended = f"groups-{int(number)}", 0, 0, threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()  # a step or the scoring of answers may take longer than TIMEOUT
-
-    def _beat(self) -> None:
-        """Tell the other ranks, until this rank ends, that its work goes on: by heartbeats that stop if its thread hangs."""
-        seen = -1
-        with contextlib.suppress(dist.DistError):  # the process that has the store is gone
-            while not self._ended.wait(progress.BEAT):
-                if progress.count != seen or time.monotonic() < progress.until:
-                    seen = progress.count
-                    meshes.store().add(f"{self._name}-{dist.get_rank()}", 1)
+        self._name, self._asked, self._taken = f"groups-{int(number)}", 0, 0
 
     def sampler(self, text: str) -> str:
         """Return, on all ranks, the text of the first rank that only samples; return `text` if all ranks both train and sample."""
@@ -99,10 +85,8 @@ class Groups:
 
     def end(self, text: str) -> None:
         """Tell the sampling ranks to end, and send `text` to them."""
-        if self.apart:
-            self._ended.set()
-            if dist.get_rank() == self._training[0]:
-                meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
+        if self.apart and dist.get_rank() == self._training[0]:
+            meshes.store().set(f"{self._name}-order-{self._asked}", json.dumps({"end": text}))
 
     @torch.no_grad()
     def orders(self, held: Parallel) -> Iterator[dict[str, Any]]:
@@ -121,7 +105,6 @@ class Groups:
                 raise ValueError(f"rollout {order['rollout']}: this rank's weights are not those that the trainers sent")
             self._asked += 1
             yield order
-        self._ended.set()
         yield order
 
     def give(self, text: str = "") -> None:
@@ -133,23 +116,12 @@ class Groups:
         self._taken += 1
 
     def _wait(self, name: str, ranks: Sequence[int]) -> str:
-        """Return the text that `ranks` set under a name, once set. Raise DistError if one fails, or makes no progress in time."""
-        store, key, beats, since = meshes.store(), f"{self._name}-{name}", dict[int, int](), dict[int, float]()
-        for turn in itertools.count():
-            if store.check([key]):
-                text: str = store.get(key).decode()
-                return text
-            for rank in ranks if turn % CHECK == 0 else ():
-                who = f"rank {rank}, which {'trains' if rank in self._training else 'samples answers'},"
-                if store.check([f"words-{rank}"]):
-                    raise dist.DistError(f"{who} has failed")
-                beat, now = store.add(f"{self._name}-{rank}", 0), time.monotonic()
-                if beats.get(rank) != beat:
-                    beats[rank], since[rank] = beat, now
-                elif now - since[rank] > meshes.TIMEOUT.total_seconds():
-                    raise dist.DistError(f"{who} has made no progress for {now - since[rank]:.0f} s")
-            time.sleep(POLL)
-        raise AssertionError
+        """Return the text that `ranks` set under a name, once set; see `mesh.wait_for`."""
+
+        def named(rank: int) -> str:
+            return f"rank {rank}, which {'trains' if rank in self._training else 'samples answers'},"
+
+        return meshes.wait_for(f"{self._name}-{name}", ranks, named, meshes.TIMEOUT.total_seconds())
 
 
 def _in_pieces(layout: Layout) -> bool:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import itertools
 import json
 import math
 import os
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from puna.models import progress
 from puna.models.training.parallel.layout import AXES, BUCKET, READERS, Layout
 
 T = TypeVar("T")
@@ -24,8 +28,10 @@ T = TypeVar("T")
 together = False  # true while all processes share one training run. Otherwise each process trains its own model.
 TIMEOUT = timedelta(minutes=10)  # time after which a rank that waits for another rank raises an error
 JOINING = timedelta(minutes=10)  # time within which all processes must join
+POLL, LONGEST_POLL, CHECK = 0.01, 0.25, 20  # seconds between looks for other ranks, at first and later; looks between checks of progress
 MISSING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _store: Any = None
+_meetings: Counter[str] = Counter()  # of each group
 
 
 def store() -> Any:
@@ -33,8 +39,8 @@ def store() -> Any:
     return _store
 
 
-def join(device: str = "cpu") -> None:
-    """Join the process group of the processes that torchrun started; return at once if this process has joined.
+def join(device: str = "cpu", backend: str = "") -> None:
+    """Join the process group of the processes that torchrun started; return at once if this process has joined. backend: in place of NCCL.
 
     Raise ValueError if an environment variable is missing, ConnectionError if rank 0 or another rank cannot be reached."""
     if dist.is_initialized():
@@ -51,7 +57,7 @@ def join(device: str = "cpu") -> None:
         raise ConnectionError(f"rank {rank} of {world} cannot {does} at {host}:{port}: {why}{remedy}") from error
     if device == "cuda":  # "cuda" is then this rank's own GPU
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # texts and counts are exchanged in the host's memory
+    backend = backend or ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")  # texts and counts are exchanged in the host's memory
     global _store
     try:
         _store = dist.PrefixStore(_attempt(store, rank, world), store)  # type: ignore[attr-defined]
@@ -60,6 +66,42 @@ def join(device: str = "cpu") -> None:
         hint = "; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface at which the others reach it"
         which = str(error).splitlines()[0] + hint * isinstance(error, RuntimeError)
         raise ConnectionError(f"rank {rank} of {world} found the store at {host}:{port}, but could not connect to all: {which}") from error
+    atexit.register((ended := threading.Event()).set)
+    threading.Thread(target=_beat, args=(f"beat-{rank}", ended), daemon=True).start()
+
+
+def _beat(key: str, ended: threading.Event) -> None:
+    """Tell the other ranks, until this process ends, that its work goes on: by heartbeats that stop if its thread hangs."""
+    seen = -1
+    with suppress(dist.DistError):  # the process that has the store is gone
+        while not ended.wait(progress.BEAT):
+            if progress.count != seen or time.monotonic() < progress.until:
+                seen = progress.count
+                _store.add(key, 1)
+
+
+def wait_for(key: str, ranks: Iterable[int], name: Callable[[int], str], patience: float) -> str:
+    """Return the text that the store has at `key`, once set. Until then, each of `ranks` without a key of its own (`KEY-RANK`) must make
+    progress. Raise DistError if one of them fails, or makes none for `patience` seconds."""
+    beats, since = dict[int, int](), dict[int, float]()
+    for turn in itertools.count():
+        if _store.check([key]):
+            text: str = _store.get(key).decode()
+            return text
+        for rank in ranks if turn % CHECK == 0 else ():
+            if _store.check([f"{key}-{rank}"]):
+                continue
+            if _store.check([f"words-{rank}"]):
+                raise dist.DistError(f"{name(rank)} has failed")
+            beat, now = _store.add(f"beat-{rank}", 0), time.monotonic()
+            if beats.get(rank) != beat:
+                if rank in beats:
+                    progress.advance()  # ranks that wait for this one see that the work goes on
+                beats[rank], since[rank] = beat, now
+            elif now - since[rank] > patience:
+                raise dist.DistError(f"{name(rank)} has made no progress for {now - since[rank]:.0f} s")
+        time.sleep(min(POLL * (1 + turn // CHECK), LONGEST_POLL))  # many ranks may wait for long
+    raise AssertionError
 
 
 def _attempt(store: Any, rank: int, world: int) -> str:
@@ -185,6 +227,22 @@ class Mesh:
         if self.everyone is not None:
             dist.barrier(group=self.everyone)
 
+    def meet(self) -> None:
+        """Wait for the other ranks, each of which may have work for longer than `TIMEOUT`; see `wait_for`."""
+        if self.everyone is None:
+            return
+        ranks, own, group = dist.get_process_group_ranks(self.everyone), dist.get_rank(), self.everyone.group_name
+        _meetings[group] += 1
+        key, before = (f"met-{group}-{number}" for number in (_meetings[group], _meetings[group] - 1))
+        if not (first := own == ranks[0]):
+            _store.set(f"{key}-{own}", "")
+        if _store.add(f"{key}-count", 1) == len(ranks):
+            _store.set(key, "")
+        # The first rank watches all; the others watch it, for a little longer, so that its error comes first.
+        wait_for(key, ranks[1:] if first else ranks[:1], "rank {}".format, TIMEOUT.total_seconds() + (not first) * 2 * progress.BEAT)
+        for old in (before, f"{before}-count") if first else (f"{before}-{own}",):  # all have left that meeting
+            _store.delete_key(old)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Wait for all ranks after the work in the context; raise an error on all ranks if the work failed on one."""
@@ -193,13 +251,15 @@ class Mesh:
             yield
         except Exception as problem:  # noqa: BLE001 (raised once the others know)
             error = problem
-        if self.agree(error is not None):
-            raise error or OSError("another rank could not read or write its part of the training state")
+        words = self.gather_texts("-" if error is None else f"{error} ")
+        if failed := [f"rank {rank} could not read or write its part of the state: {one}" for rank, one in enumerate(words) if one != "-"]:
+            raise error or OSError(failed[0].rstrip())
 
     def gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in order of rank; none may be empty."""
+        """Return the texts of all ranks, in order of rank; none may be empty. Ranks may come late, see `meet`."""
         if self.everyone is None:
             return [text]
+        self.meet()
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.layout.processes, dtype=torch.int64)
         sizes[self.index] = len(own)
