@@ -37,7 +37,7 @@ SCREEN = "1200,470"
 
 def measured(run: Run) -> dict[str, Any]:
     """Return the figures of a whole run of the pipeline with control arms. Raise PunaError if a part is missing."""
-    rounds = arms.rounds((step.name, step.artifact) for step in run.kind("evaluation"))
+    rounds = arms.rounds([(step.name, step.artifact) for step in run.steps], run.log.made)
     if run.log.state != "finished" or run.log.opened is None or run.log.closed is None or not rounds:
         raise PunaError(f"run {run.log.name}: is no finished run with rounds and their control arms; `make demo` makes one")
     spent = {step.artifact.key: {"seconds": 0.0, "cpu_seconds": 0.0, **step.artifact.manifest.timings} for step in run.steps}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from puna.flows.engine.declare import Instructions, Model, Output, Preferences, flow, publish, setting, step, switch, tell, together
-from puna.flows.rounds import State, controls, development_prompts, distil_policy, learned_from, new_prompts, one_round, stop_reason
+from puna.flows.rounds import State, controls, development_prompts, distil_policy, learned_from, new_prompts, one_round, stop_reason, unseen
 from puna.stages.align.instructions import instructions
 from puna.stages.align.sft import sft
 from puna.stages.evaluation.evaluate import evaluate
@@ -28,6 +28,7 @@ def align(
     if rounds:
         learned_from(judged or [])
     tasks = step(prompts)
+    unseen(tasks, [*(demonstrations or []), *(judged or [])])
     gold = [step(instructions, prompts=tasks), *(demonstrations or [])]
     policy = step(sft, "sft_first", through="model", model=model, instructions=gold)
     policy = distil_policy(policy, teacher, tasks, gold, compared=compared)

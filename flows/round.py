@@ -9,7 +9,7 @@ from functools import partial
 from puna.flows.engine.declare import Files, Instructions, Model, Output, Preferences, Prompts, current_walk, flow, setting, step, tell
 from puna.flows.engine.recipe import Step
 from puna.flows.engine.rounds import History, Round, rounds_of, settle, unsettled_round
-from puna.flows.rounds import DEVELOPMENT, State, learned_from, new_prompts_per_round, one_round, prompts_taken
+from puna.flows.rounds import DEVELOPMENT, State, learned_from, new_prompts_per_round, one_round, prompts_taken, unseen
 from puna.stages.align.gate import gate
 from puna.stages.align.new_prompts import NewPromptsConfig, new_prompts
 from puna.stages.evaluation.benchmark import benchmark
@@ -61,6 +61,7 @@ def _round(
         raise PunaError(f"round: the policy descends from {several}; choose the model for SFT and rewards: --input pretrained=ID")
     start = pretrained or (_as_output(history.roots[0]) if history.roots else policy)
     heldout = imported or step(prompts)
+    unseen(heldout, [*demonstrations, *judged])
     count_config = NewPromptsConfig(count=new_prompts_per_round())
     counts = Counter(task for artifact in history.prompts for task in artifact.read(columns=["task"])["task"].to_pylist())
     enough = partial(_pool, used=counts, more=_more(count_config))

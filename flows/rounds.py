@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from puna.stages.align.sft import sft
 from puna.stages.align.synthesize import synthesize
 from puna.stages.align.topics import topics
 from puna.stages.contract import StageConfig
+from puna.stages.conversations import dump
 from puna.stages.evaluation.evaluate import evaluate
 from puna.stages.prompts.prompts import PromptsConfig, prompts
 from puna.stages.training.settings import AdaptableConfig
@@ -64,6 +66,18 @@ def learned_from(judged: Sequence[Output]) -> None:
             "preferences were given as judged, but the recipe has no dpo and trains no reward model, so no step would learn from them: "
             "--set dpo={}, or --set reward_model.head_only=true --set grpo.reward=product, or leave them out"
         )
+
+
+def unseen(pool: Output, learned: Sequence[Output]) -> None:
+    """Raise PunaError if given instructions or preferences contain, among rows to train on, a prompt that `pool` holds out."""
+    given = [item for output in learned for item in output.items if isinstance(item, Artifact)]
+    questions = [item for item in pool.items if given and isinstance(item, Artifact)]
+    held = {row["messages"] for item in questions for row in item.read().to_pylist() if row["split"] == "heldout"}
+    for item in given:
+        rows = [json.loads(row["messages"]) for row in item.read().to_pylist() if row["split"] == "train"]
+        if count := sum(any(dump(turns[:number]) in held for number in range(1, len(turns) + 1)) for turns in rows):
+            raise PunaError(f"{count} rows of {item.id} train on prompts that {questions[0].id} holds out for evaluation: import both with "
+                            "the same heldout_fraction and seed, or leave these rows out")  # fmt: skip
 
 
 def distil_policy(student: Output, teacher: Output | None, tasks: Output, gold: Sequence[Output], *, compared: bool) -> Output:

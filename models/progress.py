@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 BEAT = 5.0  # seconds between looks at the progress
 count, until = 0, 0.0
+leave: Callable[[], object] = bool  # called while a training step waits for a server; may end the step by an exception
 
 
 def advance(seconds: float = 0.0) -> None:

@@ -44,12 +44,13 @@ class Settings(BaseModel):
         """Return a validated copy with the values in `changes`. A mapping for a group changes the group's default, not its value."""
         return type(self).model_validate(dict(self) | changes)
 
-    def refuse_unused(self, why: str, *names: str, group: str = "") -> None:
-        """Raise ValueError if a named field differs from its default: it has no effect, because `why`. `group`: these settings' field."""
+    def refuse_unused(self, why: str, *names: str, group: str = "") -> Self:
+        """Return self. Raise ValueError if a named field differs from its default: it has no effect: `why`. `group`: self's own field."""
         for name in names:
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
                 shown = value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, BaseModel) else value
                 raise ValueError(f"{group}{name} {shown} has no effect: {why}; leave it out")
+        return self
 
 
 def _forget(settings: object, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -9,11 +10,11 @@ import os
 import random
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ REFUSED = frozenset((400, 413, 422))  # HTTP statuses by which a server rejects 
 PASSING = frozenset((408, 409, 425, 429))  # HTTP statuses, in addition to 5xx, after which a request is retried
 LONGEST_WAIT = 120.0  # maximum seconds between two tries
 REPLY_BYTES = 16 << 20
+LOOK = 0.2  # seconds between looks for a signal while a reply is awaited
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 
 
@@ -89,24 +91,33 @@ class Endpoint:
         self._key = "" if config.key is None else os.environ[config.key]
         self._file = run.scratch / "exchanges.jsonl"
         self._opener = urllib.request.build_opener(_Unmoved)
+        self._replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], note: str = "answers") -> list[Reply]:
         """Return a reply per request. A request has `messages` and other OpenAI fields; equal requests share a reply. `note` names the
         replies in the progress. Raise PunaError if the server gives no reply, or one in another format."""
-        requests = [self._whole(body) for body in bodies]
-        replies = {id_: Reply(row["answer"], row["finished"], row["refused"]) for id_, row in self._exchanges().items()}
+        requests, replies = [self._whole(body) for body in bodies], self._replies
         missing = {id_: request for request in requests if (id_ := self._id(request)) not in replies}
-        pool = ThreadPoolExecutor(self.config.at_once, thread_name_prefix="puna-endpoint")
-        try:
-            futures = {pool.submit(self._stored_reply, id_, request): id_ for id_, request in missing.items()}
-            progress.advance(longest := (1 + self.config.retries) * (self.config.seconds + LONGEST_WAIT))
-            for number, future in enumerate(as_completed(futures), 1):
-                progress.advance(longest)
-                id_ = futures[future]
-                replies[id_] = future.result()
-                self._run.progress(number, len(missing), f"{note} of {self.config.name}")
-        finally:
-            pool.shutdown(cancel_futures=True)
+        stop = threading.Event()
+        with ThreadPool(min(self.config.at_once, len(missing)) or 1) as pool:  # its threads are daemons: no interrupt waits for a reply
+            results = pool.imap_unordered(lambda one: self._stored_reply(*one, stop), missing.items())
+            try:
+                for number in range(1, len(missing) + 1):
+                    progress.advance((1 + self.config.retries) * (self.config.seconds + LONGEST_WAIT))
+                    while True:
+                        with contextlib.suppress(TimeoutError):
+                            id_, reply = results.next(LOOK)
+                            break
+                        progress.leave()  # a signal may wait
+                    replies[id_] = reply
+                    self._run.progress(number, len(missing), f"{note} of {self.config.name}")
+            except Exception:
+                pool.close()
+                stop.set()
+                pool.join()  # replies that are on their way are stored
+                raise
+            finally:
+                stop.set()
         return [replies[self._id(request)] for request in requests]
 
     def _whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,10 +127,10 @@ class Endpoint:
     def _id(self, request: Mapping[str, Any]) -> str:
         return hashlib.sha256(json.dumps([self.config.base_url, request], sort_keys=True).encode()).hexdigest()[:32]
 
-    def _answer(self, request: dict[str, Any]) -> Reply:
-        """Return the server's reply or refusal, retrying with exponential backoff. Raise PunaError if it fails for good."""
+    def _answer(self, request: dict[str, Any], stop: threading.Event) -> Reply:
+        """Return the server's reply or refusal, retrying with exponential backoff until `stop`. Raise PunaError if it fails for good."""
         failure = ""
-        for number in range(self.config.retries + 1):
+        for number in range(0 if stop.is_set() else self.config.retries + 1):
             wait = min(LONGEST_WAIT, self.config.pause * 2**number) * random.uniform(0.5, 1.0)
             try:
                 return self._once(request)
@@ -133,8 +144,8 @@ class Endpoint:
                 wait = min(LONGEST_WAIT, float(after)) if after.isdigit() else wait
             except (OSError, http.client.HTTPException) as error:
                 failure = self._safe(f"{type(error).__name__}: {error}")
-            if number < self.config.retries:
-                time.sleep(wait)
+            if number < self.config.retries and stop.wait(wait):
+                break
         raise PunaError(f"endpoint {self.config.base_url}: {self.config.model} gives no answer ({failure}); check server, key and model")
 
     def _once(self, request: dict[str, Any]) -> Reply:
@@ -154,14 +165,14 @@ class Endpoint:
         """Return a message on one line without the key, truncated to 500 characters."""
         return " ".join((text.replace(self._key, "…") if self._key else text).split())[:500]
 
-    def _stored_reply(self, id_: str, request: dict[str, Any]) -> Reply:
-        """Request a reply, append both to the file of exchanges, and return the reply."""
-        reply = self._answer(request)
+    def _stored_reply(self, id_: str, request: dict[str, Any], stop: threading.Event) -> tuple[str, Reply]:
+        """Request a reply, append both to the file of exchanges, and return the id and the reply."""
+        reply = self._answer(request, stop)
         row = {"id": id_, "endpoint": self.config.base_url, "request": json.dumps(request, ensure_ascii=False, sort_keys=True),
                "answer": reply.text, "finished": reply.finished, "refused": reply.refused}  # fmt: skip
         with self._lock, self._file.open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps(row))  # start with a line break: the previous line may be incomplete after a crash
-        return reply
+        return id_, reply
 
     def _exchanges(self) -> dict[str, dict[str, Any]]:
         """Return the exchanges on disk by id, ignoring incomplete lines."""

@@ -35,9 +35,7 @@ class SearchConfig(StageConfig):
 
     @model_validator(mode="after")
     def _majority_has_no_verifier(self) -> Self:
-        if self.method == "majority":
-            self.refuse_unused("method majority scores no answer", "verifier")
-        return self
+        return self if self.method != "majority" else self.refuse_unused("method majority scores no answer", "verifier")
 
 
 @dataclass(frozen=True)

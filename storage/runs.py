@@ -10,10 +10,13 @@ from typing import Any
 
 from puna.storage.aliases import DEFAULT
 
+Sources = tuple[tuple[str, str, str], ...] | None
+
 
 @dataclass(frozen=True)
 class Made:
-    """A step of a run with its artifact, which the run either made in `seconds` or `reused`."""
+    """A step of a run with its artifact, which the run either made in `seconds` or `reused`. `inputs`: the step or the flow's input that
+    each input came from, and the input's kind and key; None: not recorded. A reused artifact's manifest may name inputs of other steps."""
 
     step: str
     stage: str
@@ -21,6 +24,7 @@ class Made:
     key: str
     reused: bool
     seconds: float
+    inputs: Sources = None
 
     def event(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,7 +80,7 @@ class RunLog:
     @classmethod
     def of(cls, name: str, events: Iterable[dict[str, Any]], *, at_work: bool) -> RunLog:
         """Return the log of a run from its events, skipping unknown events. `at_work`: a process holds the run."""
-        names = {one.name for one in fields(Made)}
+        names = {one.name for one in fields(Made)} - {"inputs"}
         last, steps, times, lines = {}, [], [], []
         for event in events:
             if event.get("event") == "line":
@@ -84,7 +88,8 @@ class RunLog:
             elif "event" in event:
                 last[str(event["event"])] = event
             elif names <= set(event):
-                steps.append(Made(**{name: event[name] for name in names}))
+                inputs = event.get("inputs")
+                steps.append(Made(**{name: event[name] for name in names}, inputs=inputs and tuple(map(tuple, inputs))))
             if "time" in event:
                 times.append(datetime.fromisoformat(str(event["time"])))
         ends = [state for state in ENDS if state in last]

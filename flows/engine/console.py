@@ -25,6 +25,7 @@ from puna.models.training.state import load_record
 from puna.stages.contract import Outcome
 from puna.storage import Artifact, Identity, Store
 from puna.storage.explain import Change, against
+from puna.storage.runs import Made
 
 EVERY_SECONDS = 15.0  # minimum seconds between two lines on a step's progress
 OURS = (" | Flow run ", " | Task run ")  # markers of Prefect's own log lines, which the Prefect server already has
@@ -99,12 +100,13 @@ class Console:
         self.say(f"{escape(step):24s} {artifact.id:26s} {state:>8s} {(rows + dropped).removeprefix(', ')}", styled=True)
 
 
-def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outcome]]) -> None:
-    """Print a run's closing tables (funnel, evaluations, control arms, reward models), and the number of its artifacts."""
+def closing_table(console: Console, run: str, outcomes: Sequence[tuple[str, Outcome]], made: Sequence[Made]) -> None:
+    """Print a run's closing tables (funnel, evaluations, control arms, reward models), and the number of its artifacts. `made`: see
+    `arms.rounds`."""
     artifacts = [(step, outcome.artifact) for step, outcome in outcomes]
     tables = [(step, artifact.read().to_pylist()) for step, artifact in artifacts if artifact.kind == "evaluation"]
     evaluations = [(step, {(row["task"], row["metric"]): row for row in rows}) for step, rows in tables]
-    rounds = arms.rounds((step, artifact) for step, artifact in artifacts if artifact.kind == "evaluation")
+    rounds = arms.rounds(artifacts, made)
     compared = [table for arms_of_round in rounds for table in (_arms(arms_of_round), _claims(arms_of_round))]
     for table in (_funnel(artifacts), _compression(evaluations), _accuracy(evaluations), *compared, _rewards(artifacts)):
         if table.row_count:

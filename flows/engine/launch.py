@@ -129,7 +129,7 @@ def run_flow(flow: Flow, request: Request, store: Store) -> str:
     values = checked_inputs(flow, recipe, request.inputs, store, executor=request.executor, quiet=request.json)
     with request.session(flow.name, store, report=True) as now:
         Performer(recipe).walk(flow, values)
-        closing_table(now.console, now.run, now.outcomes)
+        closing_table(now.console, now.run, now.outcomes, store.log(now.run).made)
     now.refresh()
     return now.run
 

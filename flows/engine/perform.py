@@ -21,7 +21,9 @@ class Performer(Walk):
 
     def make(self, step: Step, label: str, config: StageConfig | None, inputs: dict[str, list[Output]]) -> Output:
         assert config is not None  # only a trace of every possible step has no configurations
-        artifact = current().perform(step.stage, config, values(step.stage, inputs), label).artifact
+        every = (pair for some in inputs.values() for one in some for pair in zip(one.labels, one.items, strict=False))
+        sources = tuple((name, item.kind, item.key) for name, item in every if isinstance(item, Artifact))
+        artifact = current().perform(step.stage, config, values(step.stage, inputs), label, sources).artifact
         return Output(artifact.kind, (label,), (artifact,))
 
     def together(self, parts: Sequence[Callable[[], object]]) -> None:

@@ -62,17 +62,18 @@ class Session:
             return 1
         return self.executor.slots if isinstance(self.executor, PartExecutor) and self.executor.below else 1
 
-    def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str) -> Outcome:
+    def perform(self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, sources: runs.Sources = None) -> Outcome:
         """Run a stage or reuse its artifact, as a Prefect task if Prefect started the run. Report to terminal, run log and server."""
         inputs = {name: [item for item in items if isinstance(item, Artifact)] for name, items in stage.check(given).items()}
 
         def work(task: str | None = None) -> Outcome:
-            return self._perform(stage, config, given, step, inputs, task)
+            return self._perform(stage, config, given, step, inputs, task, sources)
 
         return work() if self.step_runner is None else self.step_runner(stage, config, inputs, step, work)
 
     def _perform(
-        self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None
+        self, stage: Stage, config: StageConfig, given: dict[str, Value], step: str, inputs: dict[str, list[Artifact]], task: str | None,
+        sources: runs.Sources,
     ) -> Outcome:
         uncompiled = _compile_mark(stage)
 
@@ -110,7 +111,8 @@ class Session:
             uncompiled.touch()
         with self._lock:
             self._hear()
-            self.store.record(self.run, runs.Made(step, stage.name, artifact.kind, artifact.key, outcome.reused, outcome.seconds).event())
+            made = runs.Made(step, stage.name, artifact.kind, artifact.key, outcome.reused, outcome.seconds, sources)
+            self.store.record(self.run, made.event())
             self.outcomes.append((step, outcome))
             self.unfinished.pop(step, None)
             self.console.finish_step(step, outcome)

@@ -147,7 +147,7 @@ def _cell(m: Measured | None) -> Content:
 def arms_view(run: Run) -> Html:
     """Show, for each round, its arms' metrics, the round's gain over each arm and their ratio of budgets; then the claims (`CLAIMS`)."""
     parts = []
-    for one in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
+    for one in arms.rounds([(step.name, step.artifact) for step in run.steps], run.log.made):
         titles = [title for metric in one.metrics for title in (arms.METRICS[metric], "gain of the round")]
         rows = [[arms.NAMES.get(arm, arm), *(cell for metric in one.metrics for cell in _share_and_gain(one, arm, metric)),
                  _ratio(one, arm)] for arm in one.scores]  # fmt: skip

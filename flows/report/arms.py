@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from puna.stages.training.intervals import Interval, paired_difference, wilson
 from puna.stages.verifiers.base import is_correct
 from puna.storage import Artifact, PunaError
+from puna.storage.runs import Made, Sources
 
 CONTROL = re.compile(r"control_(\w+)_(\d+)")
 METRICS = {"accuracy": "right", "liked": "right and liked"}
@@ -78,15 +79,29 @@ LAW = ("checker_calls", "labels", "sampled_tokens", "updates", "answers_per_upda
 EQUAL_CPU = 0.9  # the ratio from which CPU seconds are equal. Repeated on a busy machine, the same work differs by a tenth
 
 
-def budget(evaluation: Artifact, before: Artifact | None) -> Budget | None:
-    """Return the resources that an evaluation's arm used beyond those of `before`, the evaluation before the round; None if unknown."""
+def budget(evaluation: str, before: str, steps: Mapping[str, Artifact], sources: Mapping[str, Sources]) -> Budget | None:
+    """Return the resources that an evaluation's arm used beyond those of `before`, the evaluation before the round (empty: none); None if
+    unknown. `steps`: step → artifact; `sources`: step → its inputs."""
     try:
-        spent = _ancestors(evaluation)
-        excluded = set() if "sampled_tokens" in evaluation.manifest.metrics else {evaluation.key}
-        own = [spent[key] for key in spent.keys() - (_ancestors(before).keys() if before else set()) - excluded]
+        spent = _used(evaluation, steps, sources)
+        excluded = set() if "sampled_tokens" in steps[evaluation].manifest.metrics else {steps[evaluation].key}
+        own = [spent[key] for key in spent.keys() - (_used(before, steps, sources).keys() if before else set()) - excluded]
         return Budget(*map(sum, zip(*map(_resources, own), strict=True)))
     except (PunaError, OSError, KeyError):
         return None
+
+
+def _used(step: str, steps: Mapping[str, Artifact], sources: Mapping[str, Sources]) -> dict[str, Artifact]:
+    """Return the artifacts of a step and of the steps that it depends on, by key, with the ancestors of given artifacts. The manifests do
+    not tell: if two arms' models are equal, the second arm reuses an evaluation whose manifest names the first arm's model."""
+    every, left = dict[str, Artifact](), [step]
+    for name in left:  # the list grows during the loop
+        recorded = sources.get(name) is not None  # else by an earlier version
+        every |= {steps[name].key: steps[name]} if recorded else _ancestors(steps[name])
+        for source, kind, key in sources.get(name) or ():
+            every |= {} if source in steps else _ancestors(Artifact(kind, key, steps[name].files))
+            left += [source] if source in steps and source not in left else []
+    return every
 
 
 def _ancestors(artifact: Artifact) -> dict[str, Artifact]:
@@ -179,21 +194,23 @@ class Arms:
         return one.ratio(other) if one and other else None
 
 
-def rounds(evaluations: Iterable[tuple[str, Artifact]]) -> list[Arms]:
-    """Return the arms of each round that has control arms, the first round first. `evaluations`: pairs of step name and artifact."""
-    by_step = {name: artifact for name, artifact in evaluations if "scores" in artifact.tables}
-    by_number: dict[int, dict[str, Artifact]] = {}
-    for name, artifact in by_step.items():
+def rounds(artifacts: Iterable[tuple[str, Artifact]], made: Iterable[Made] = ()) -> list[Arms]:
+    """Return the arms of each round that has control arms, the first round first. `artifacts`: pairs of step name and artifact; `made`: the
+    run's log, without which budgets follow the manifests."""
+    steps, sources = dict(artifacts), {one.step: one.inputs for one in made}
+    by_step = {name: artifact for name, artifact in steps.items() if artifact.kind == "evaluation" and "scores" in artifact.tables}
+    by_number: dict[int, dict[str, str]] = {}
+    for name in by_step:
         if match := CONTROL.fullmatch(name):
-            by_number.setdefault(int(match[2]), {})[match[1]] = artifact
+            by_number.setdefault(int(match[2]), {})[match[1]] = name
     for number, arms in by_number.items():
         beside = {"round": f"evaluate_round_{number}", "before": f"evaluate_round_{number - 1}" if number > 1 else "evaluate_sft"}
-        arms.update({arm: by_step[step] for arm, step in beside.items() if step in by_step})
+        arms.update({arm: step for arm, step in beside.items() if step in by_step})
     return [
         Arms(
             number,
-            {arm: scores_of(arms[arm]) for arm in [*NAMES, *sorted(set(arms) - set(NAMES))] if arm in arms},
-            {arm: budget(one, arms.get("before")) for arm, one in arms.items()},
+            {arm: scores_of(steps[arms[arm]]) for arm in [*NAMES, *sorted(set(arms) - set(NAMES))] if arm in arms},
+            {arm: budget(one, arms.get("before", ""), steps, sources) for arm, one in arms.items()},
         )
         for number, arms in sorted(by_number.items())
     ]

@@ -131,7 +131,7 @@ def _accuracy_tile(run: Run) -> Content:
 
 def _claim_tiles(run: Run) -> list[Html]:
     tiles = []
-    for arms_of_round in arms.rounds((step.name, step.artifact) for step in run.kind("evaluation")):
+    for arms_of_round in arms.rounds([(step.name, step.artifact) for step in run.steps], run.log.made):
         lines = [
             tag("li", tag("b", f"{100 * claim.gain.value:+.1f}"),
                 tag("small", f"{100 * claim.gain.low:+.1f} to {100 * claim.gain.high:+.1f}"),

@@ -245,7 +245,7 @@ class Rollouts(Generic[Config]):
             some, scores = [Completion(*answer) for answer in answers], parts["score"]
             steps = map(str, parts.get("steps", scores))
             rewards = {(s - self.config.unfinished_penalty * (not c.finished), t) for s, c, t in zip(scores, some, steps, strict=True)}
-            own = {name: part for name, part in parts.items() if name not in ("score", "unscored")}
+            own = {name: part for name, part in parts.items() if name != "score"}
             yield Drawn(prompt, some, scores, len(rewards) > 1, sum(parts.get("unscored", ())), own)
 
     @torch.no_grad()

@@ -79,7 +79,7 @@ def computing_in(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` between the models' layers, in forward and backward passes, within the context; `act` may end a pass by an exception."""
+    """Call `act`, which may raise, between the models' layers in forward and backward passes, and while a server's reply is awaited."""
 
     def before(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         act()
@@ -88,9 +88,11 @@ def between_layers(models: Iterable[nn.Module], act: Callable[[], object]) -> It
 
     layers = [layer for model in models for decoder in model.modules() if isinstance(decoder, Decoder) for layer in decoder.layers]
     hooks = [layer.register_forward_pre_hook(before) for layer in layers]
+    outside, progress.leave = progress.leave, act
     try:
         yield
     finally:
+        progress.leave = outside
         for hook in hooks:
             hook.remove()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.contract import Facts, Figure, Model, Prompts, SeededConfig, StageRun, stage
 from puna.stages.conversations import prompt_ids
@@ -40,6 +40,10 @@ class SearchConfig(RewardSettings):
 class AverageConfig(BadRowsConfig, SeededConfig):
     weights: tuple[float, ...] = Field((), description="Weight of each model, 0 or more; empty: search if prompts are given, else equal")
     search: SearchConfig = Field(SearchConfig(), description="Settings of the search")
+
+    @model_validator(mode="after")
+    def _searches_without_weights(self) -> Self:
+        return self.refuse_unused("weights are given, so none are searched", "search") if self.weights else self
 
 
 def needs(config: AverageConfig, facts: Facts) -> list[str]:
@@ -104,7 +108,7 @@ def _search(
     states = [load_model(model, "lm")[0].state_dict() for model in models]
     answering = _Development(prompts, reward_models, judges, tokenizer, network.config, config, run)
     if config.search.reward == "product" and config.search.center == "start":
-        run.metric("center", answering.center(network))
+        answering.center(network, run)
     scores = []
     for number, weights in enumerate(trials):
         try:
@@ -157,10 +161,9 @@ class _Development:
         self.answers = self.tokens = 0
         self._params = SamplingParams(temperature=search.temperature, max_tokens=search.max_tokens, stop=stop, seed=seed)
 
-    def center(self, network: Transformer) -> float:
-        """Center all later rewards on the rewards of this model's answers, and return the center (see `search.center`)."""
-        self._rewards = self._rewards.center_by(self._ids, self._answers(network))
-        return self._rewards.center
+    def center(self, network: Transformer, run: StageRun) -> None:
+        """Center all later rewards on the rewards of this model's answers, and report the center (see `search.center`)."""
+        self._rewards = self._rewards.center_by(self._ids, self._answers(network), run)
 
     def score(self, network: Transformer) -> float:
         """Return the mean reward of the model's answers. With verifiers, truncated answers and answers that cannot be scored count as 0."""

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.models.training.resumable_loop import rows_of
 from puna.stages.contract import Facts, Figure, Instructions, Model, SeededConfig, StageConfig, StageRun, stage
@@ -64,6 +64,10 @@ class DataQualityConfig(BadRowsConfig, SeededConfig):
     semantic: Semantic = Field(default_factory=Semantic, description="Semantic deduplication")
     keep: int | None = Field(None, ge=1, description="Maximum rows to keep, drawn in proportion to quality x (1 + difficulty); null: all")
     micro_batch_tokens: int = Field(4096, ge=16, description="Maximum tokens per forward pass; longer rows are dropped")
+
+    @model_validator(mode="after")
+    def _judge_replaces_agreement(self) -> Self:
+        return self if self.judge is None else self.refuse_unused("a judge replaces agreement", "min_agreement")
 
 
 UNUSED_JUDGE = "a judge was given, but data_quality.judge is null; set data_quality.judge={} or leave the judge out"

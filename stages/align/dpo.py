@@ -9,7 +9,7 @@ from puna.stages.contract import Model, Preferences, StageRun, stage
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapters
 from puna.stages.training.needs import training_needs
-from puna.stages.training.rankings import by_label, by_tier, check_splits, pairs_of, read_preferences, render_ranked
+from puna.stages.training.rankings import by_label, by_tier, pairs_of, read_preferences, render_ranked
 from puna.stages.training.reference import Reference, stored_logprobs, targets_of
 from puna.stages.training.settings import DpoConfig
 from puna.stages.training.train import Example, fit, load_model, report_ends, row_limit, save_model, training_precision
@@ -32,7 +32,6 @@ def dpo(model: Model, preferences: list[Preferences], config: DpoConfig, run: St
     count as good and its worst as bad. `heldout_accuracy` and `heldout_margin` are measured on held-out pairs after training; with kto the
     margin is the mean reward of good answers minus that of bad ones. Preferences that the chat template rejects, that are longer than a
     packed row, or (except with kto) whose answers are all good or all bad are in `dropped`; see `bad_rows`."""
-    check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from puna.stages.contract import Instructions, Preferences, Prompts, SeededConfig, StageConfig, StageRun, did_you_mean, stage
 from puna.stages.conversations import Level, as_text, dump, message_of, messages_of
 from puna.stages.draws import hash_of, identifier
-from puna.stages.training.rankings import check_splits, read_preferences
+from puna.stages.training.rankings import read_preferences
 from puna.stages.training.settings import CLEAR
 from puna.storage import PunaError
 
@@ -36,7 +36,6 @@ class ChosenConfig(StageConfig):
 @stage(kind="instructions")
 def chosen(preferences: list[Preferences], config: ChosenConfig, run: StageRun) -> None:
     """Take the better answer, or its edited version, of training preferences with one of `levels` or no level; duplicates once."""
-    check_splits(preferences)
     rows = {}
     for row in read_preferences(preferences, config.levels):
         best = message_of(row, "edited") or message_of(row, "chosen")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from puna.stages.contract import Preferences, StageConfig, StageRun, stage
 from puna.stages.conversations import content_of, dump, message_of, messages_of
-from puna.stages.training.rankings import check_splits, read_preferences
+from puna.stages.training.rankings import read_preferences
 from puna.stages.verifiers.base import Question, is_correct
 from puna.stages.verifiers.registry import to_text
 from puna.stages.verifiers.texts import RegularExpression
@@ -37,7 +37,6 @@ def refusal_prompts(preferences: list[Preferences], config: RefusalPromptsConfig
     check, blank = RegularExpression(pattern=config.pattern), Question("", "", "", None)
     prompts: dict[str, list[dict[str, Any]]] = {}
     alike = 0
-    check_splits(preferences)
     for row in read_preferences(preferences, None):
         sides = [message_of(row, "edited") or message_of(row, "chosen"), message_of(row, "rejected")]
         refuses = [side is not None and is_correct(check.score(blank, content_of(side)).value) for side in sides]

@@ -15,23 +15,12 @@ from puna.models.serving import without_vllm
 from puna.models.training.rl_settings import GrpoSettings, PpoSettings, RolloutSettings
 from puna.stages.contract import Facts, Figure, Model, Prompts, StageRun, stage
 from puna.stages.conversations import answer_text, as_text
+from puna.stages.training import train
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.lora import adapters
 from puna.stages.training.needs import adaptable, one_tokenizer
 from puna.stages.training.rewards import REWARDS, Reward, RewardSettings, rewards_of
 from puna.stages.training.settings import AdapterConfig
-from puna.stages.training.train import (
-    CHECKPOINTS,
-    check_one_tokenizer,
-    device,
-    divergence_named,
-    load_model,
-    report_ends,
-    save_model,
-    training_precision,
-    training_prompts,
-    write_log,
-)  # fmt: skip
 from puna.stages.training.turns import TurnsConfig, in_turns, turns_of, with_tools
 from puna.stages.verifiers.judges import Tools
 from puna.stages.verifiers.registry import from_text
@@ -40,8 +29,7 @@ from puna.storage import Artifact, PunaError
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
-    from puna.models.training.parallel.base import Parallel
-    from puna.stages.training.rewards import Ids, Rewards
+    from puna.stages.training.rewards import Completions, Ids, Rewards
 
 
 class RolloutsConfig(RewardSettings, RolloutSettings, AdapterConfig):
@@ -64,7 +52,7 @@ def needs(config: RolloutsConfig, facts: Facts) -> list[str]:
     """Return messages about a missing chat template, memory, engine package, or reward model with the policy's tokenizer."""
     missing = [] if config.reward == "verifier" or "reward_model" in facts.inputs else [_without(config)]
     missing += [*without_vllm(config.engine, "engine"), *config.scoring.unmet("scoring")]
-    missing += ["generate: only CPUs can have ranks that only sample; set it to 0"] if config.generate and device().type != "cpu" else []
+    missing += ["generate: only CPUs can have ranks that only sample; set it to 0"] * (config.generate > 0 and train.device().type != "cpu")
     return [*missing, *one_tokenizer(facts, "policy", "reward_model"), *adaptable(facts, "policy", config, config)]
 
 
@@ -125,20 +113,22 @@ def _optimize(
     from puna.models.generation.vllm import VllmEngine
     from puna.models.training.parallel.groups import Groups
     from puna.models.training.parallel.parallel import parallel, part_of
+    from puna.models.training.parallel.staged_engine import held_engine
     from puna.models.training.rollouts import Rollouts
 
     _check(policy, reward_models, config, run)
     groups = Groups(config.compute.layout, config.generate, tensor=config.generate_tensor)
     layout = groups.mesh.layout
-    model, tokenizer = load_model(policy, "lm", quantization=config.quantization, layout=layout)
-    scalars = [load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
+    model, tokenizer = train.load_model(policy, "lm", quantization=config.quantization, layout=layout)
+    scalars = [train.load_model(one, "scalar", layout=layout)[0] for one in sorted(reward_models, key=lambda one: one.data_digest)]
     # Frozen models compute in the policy's precision; with fp32, the KL divergence would include bf16's rounding error.
-    frozen = partial(part_of, layout=layout, mesh=groups.mesh, device=device(), precision=training_precision(config.compute, run))
+    precision = train.training_precision(config.compute, run)
+    frozen = partial(part_of, layout=layout, mesh=groups.mesh, device=train.device(), precision=precision)
     steps = getattr(config, "credit", "") == "steps"
     bad, limit = BadRows(config, run.stage), Limit(config.compute.micro_batch_tokens, "compute.micro_batch_tokens")
     talk = config if isinstance(config, TurnsConfig) else TurnsConfig()
     given = [with_tools(row, talk.tools) for row in prompts.read().to_pylist()]
-    chosen_rows, rendered = training_prompts(given, model, tokenizer, config.answers, config.max_tokens, limit, bad)
+    chosen_rows, rendered = train.training_prompts(given, model, tokenizer, config.answers, config.max_tokens, limit, bad)
     if len(rendered) < config.prompts:
         left = f"{len(chosen_rows)} training prompts" + (f", {len(bad.dropped)} of them dropped" if bad.dropped else "")
         raise PunaError(f"{run.stage}: a rollout needs {config.prompts} prompts, but {prompts.id} has {left}")
@@ -150,46 +140,49 @@ def _optimize(
     networks = [] if config.reward == "verifier" else [frozen(one) for one in scalars]
     kinds = config.compute.micro_batch_tokens, config.floor, config.ensemble, steps, groups.mesh.index == 0
     rewards = replace(rewards_of(scorer, networks, rows, prompt_ids, tokenizer, *kinds), watched=config.reward == "reward_model")
+    turns = in_turns(rows, prompt_ids, tokenizer, talk, Tools(config.scoring, run), run.stage)
     if config.reward == "product" and config.center == "start":
-        untrained = groups.answering(parallel(model, layout, groups.mesh, device()))
-        rewards = _center(rewards, untrained, prompt_ids, tokenizer.stop_ids, config, run)
-    valuing = (scalars[0] if scalars else load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
+        untrained = groups.answering(parallel(model, layout, groups.mesh, train.device()))
+        rewards = _center(rewards, partial(turns, held_engine(untrained)), prompt_ids, tokenizer.stop_ids, config, run)
+    valuing = (scalars[0] if scalars else train.load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
     reference = frozen(model)
     centering = scorer.failures[0] if scorer is not None else 0
-    with divergence_named(run.stage), adapters(model, config, run) as scales:
-        turns = in_turns(rows, prompt_ids, tokenizer, talk, Tools(config.scoring, run), run.stage)
+    with train.divergence_named(run.stage), adapters(model, config, run) as scales:
         other = VllmEngine(run.scratch / "vllm", tokenizer, memory=config.gpu_memory).holding if config.engine == "vllm" else None
-        answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, device()
+        answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, train.device()
         between = replace(rewards, gold=None).parts if rewards.watched else None
         log = drive(
             Rollouts(model, reference, rewards.parts, prompt_ids, tokenizer.stop_ids, config, run.seed("loop"), *answered, between, other),
-            *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / CHECKPOINTS,
+            *([valuing] if valuing is not None else []), checkpoint_dir=run.scratch / train.CHECKPOINTS,
             on_step=lambda row: run.progress(row["step"], config.rollouts, f"reward {row['score']:.3f}"), rate_scales=scales,
         )  # fmt: skip
     if scorer is not None:
         centering, scorer.failures = json.loads(groups.sampler(json.dumps([centering, scorer.failures])))
         scorer.report(centering + int(sum(row["drawn_unscored"] for row in log)))
-    write_log(log, run)
+    train.write_log(log, run)
     _budget(log, config, run)
     _against_kl(log, run)
-    report_ends(log, ("score", "gold", "kl", "entropy", "explained_variance"), run)
-    save_model(model, tokenizer, run.folder)
+    train.report_ends(log, ("score", "gold", "kl", "entropy", "explained_variance"), run)
+    train.save_model(model, tokenizer, run.folder)
 
 
 def _check(policy: Artifact, reward_models: Sequence[Artifact], config: RolloutsConfig, run: StageRun) -> None:
     if not reward_models and config.reward != "verifier":
         raise PunaError(f"{run.stage}: {_without(config)}")
-    check_one_tokenizer([policy, *reward_models], f"{run.stage}: the reward models need the policy's tokenizer")
+    train.check_one_tokenizer([policy, *reward_models], f"{run.stage}: the reward models need the policy's tokenizer")
 
 
 def _keep(rows: Sequence[dict[str, Any]], asked: Ids, tokenizer: Tokenizer, run: StageRun) -> Callable[[int, Any], None]:
-    """Return a function that writes a rollout's answers to the table `rollouts`, once. It raises PunaError for None (lost answers)."""
+    """Return a function that writes a rollout's answers to the table `rollouts`, once. It raises PunaError for None, or without a score."""
     names = {tuple(ids): row["id"] for ids, row in zip(asked, rows, strict=True)}
 
     def rollout_rows(rollout: int, answers: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
         if answers is None:
             raise PunaError(f"{run.stage}: the answers of rollout {rollout} are lost; delete {run.scratch} to start again")
         counts: Counter[str] = Counter()
+        if 0 not in [answer.pop("unscored", 0) for answer in answers]:
+            problem = f"none of the {len(answers)} answers of rollout {rollout} could be scored"
+            raise PunaError(f"{run.stage}: {problem}; check the verifiers and their judge, and delete {run.scratch} to start again")
         for answer in answers:
             name, one = names[tuple(answer.pop("prompt"))], answer.pop("completion")
             text = as_text(turns_of(one, tokenizer)) if one.replies else answer_text(one.tokens, tokenizer)
@@ -210,21 +203,18 @@ def _budget(log: Sequence[dict[str, float]], config: RolloutsConfig, run: StageR
     run.metric("trained_answers", len(log) * config.epochs * config.prompts * config.answers)
 
 
-def _center(rewards: Rewards, policy: Parallel, asked: Ids, stop: Sequence[int], config: RolloutsConfig, run: StageRun) -> Rewards:
+def _center(rewards: Rewards, answer: Callable[..., Completions], asked: Ids, stop: Any, config: RolloutsConfig, run: StageRun) -> Rewards:
     """Return the rewards, centered on the starting policy's answers to `config.prompts` random prompts, the same ones after a restart."""
     from puna.models.generation import SamplingParams
-    from puna.models.training.parallel.staged_engine import held_engine
 
     some = [asked[i] for i in run.generator("center").permutation(len(asked))[: config.prompts].tolist()]
     params = SamplingParams(
         n=config.answers, temperature=config.temperature, max_tokens=config.max_tokens, stop=tuple(stop), seed=run.seed("center")
     )
-    answers = held_engine(policy).generate(some, params)
+    answers = answer(some, params)
     run.metric("checker_calls", sum(map(len, answers)))
-    run.metric("sampled_tokens", sum(len(one.tokens) for row in answers for one in row))
-    centered = rewards.center_by(some, answers)
-    run.metric("center", centered.center)
-    return centered
+    run.metric("sampled_tokens", sum(sum(one.mask) for row in answers for one in row))
+    return rewards.center_by(some, answers, run)
 
 
 def _against_kl(log: Sequence[dict[str, float]], run: StageRun) -> None:

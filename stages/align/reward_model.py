@@ -11,7 +11,7 @@ from puna.stages.executors import ranks
 from puna.stages.training.bad_rows import BadRows
 from puna.stages.training.lora import adapters
 from puna.stages.training.needs import training_needs
-from puna.stages.training.rankings import Ranked, check_splits, order, read_preferences, render_ranked
+from puna.stages.training.rankings import Ranked, order, read_preferences, render_ranked
 from puna.stages.training.reward_head import fit_head
 from puna.stages.training.settings import RewardModelConfig
 from puna.stages.training.train import Example, by_answer, fit, load_model, row_limit, save_model
@@ -37,7 +37,6 @@ def reward_model(model: Model, preferences: list[Preferences], config: RewardMod
     `heldout_longer_accuracy` is the accuracy of always preferring the longer answer, `heldout_accuracy_LEVEL` that of the reward model on
     one level. `heldout_calibration_error` compares the probabilities implied by reward differences with observed shares. Preferences that
     the chat template rejects, or that are longer than a packed row, are in `dropped`; see `bad_rows`."""
-    check_splits(preferences)
     rows = read_preferences(preferences, config.levels)
     train = [row for row in rows if row["split"] == "train"]
     if not train:

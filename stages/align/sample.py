@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import pyarrow.compute as pc
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.models.memory import Work
 from puna.models.serving import ServingSettings, Weights, engine_of, guesses, vllm_engine
@@ -51,6 +51,10 @@ class SampleConfig(BadRowsConfig, SeededConfig):
     endpoints: tuple[EndpointConfig, ...] = Field((), description="Remote models that also answer, without token ids and log-probabilities")
     draft_weights: Weights = Field("same", description="Weights of the draft model: as stored, or in 8 bits (a model may be its own draft)")
     scoring: ScoringConfig = Field(ScoringConfig(), description="Limits on the verifiers that score the answers")
+
+    @model_validator(mode="after")
+    def _draws_with_these(self) -> Self:
+        return self if self.temperature != 0 else self.refuse_unused("temperature is 0", "top_p", "top_k", "min_p")
 
 
 def needs(config: SampleConfig, facts: Facts) -> list[str]:
@@ -124,7 +128,7 @@ def _answer(
     artifact: Artifact, asked: Sequence[Asked], scorer: Scorer, config: SampleConfig, run: StageRun, number: int, models: int,
     draft: Artifact | None,
 ) -> Counter[str]:  # fmt: skip
-    """Write a model's answers, `STRETCH` prompts at a time. Return counts of scored and unscored answers, and of sampled tokens."""
+    """Write a model's answers, `STRETCH` prompts at a time. Return counts of checked and unscored answers, and of sampled tokens."""
     spent: Counter[str] = Counter()
     total = len(asked) * config.answers
     params = _params(tokenizer_of(artifact), config, artifact.data_digest, run, guesses(config.serving.speculate, draft))
@@ -160,13 +164,13 @@ def _answer(
             return _generate(artifact.data_digest, DealtEngine(engine(), config.serving.layout), stretch, scorer, params, run, progress)
 
         answers = run.once(f"{artifact.data_digest}-{start:09d}", make, ["gold", "finished", "tokens"])
-        spent["checker_calls"] += len(answers) - answers["gold"].null_count
         spent["sampled_tokens"] += pc.sum(pc.list_value_length(answers["tokens"])).as_py() or 0
         gold, whole = answers["gold"].to_pylist(), answers["finished"].to_pylist()
         right += sum(map(is_correct, map(score_ending, gold, whole)))
         scored += len(answers) - answers["gold"].null_count
         finished += sum(whole)
-    spent["unscored"] = sum(row["verifier"] is not None for row, _ in asked) * config.answers - scored
+    spent["checker_calls"] = checked = sum(row["verifier"] is not None for row, _ in asked) * config.answers
+    spent["unscored"] = checked - scored
     if scored:
         run.metric(f"accuracy_{artifact.data_digest[:12]}", right / scored)
     run.metric(f"finished_{artifact.data_digest[:12]}", finished / total)
@@ -176,7 +180,7 @@ def _answer(
 def _ask(
     endpoint: Endpoint, rows: Sequence[dict[str, Any]], scorer: Scorer, bad: BadRows, config: SampleConfig, run: StageRun
 ) -> Counter[str]:
-    """Write an endpoint's answers. Return counts of scored and unscored ones. Raise PunaError if it fails or refuses every prompt."""
+    """Write an endpoint's answers. Return counts of checked and unscored ones. Raise PunaError if it fails or refuses every prompt."""
     from puna.models.generation import Completion
 
     name, slug = endpoint.config.name, _slug(endpoint.config.name)
@@ -200,7 +204,7 @@ def _ask(
         run.metric(f"accuracy_{slug}", sum(map(is_correct, scored)) / len(scored))
     run.metric(f"finished_{slug}", sum(reply.finished for _, some in answered for reply in some) / (len(answered) * config.answers))
     checked = sum(row["verifier"] is not None for row, _ in answered) * config.answers
-    return Counter(checker_calls=len(scored), unscored=checked - len(scored))
+    return Counter(checker_calls=checked, unscored=checked - len(scored))
 
 
 def replies_of(

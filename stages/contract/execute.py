@@ -16,7 +16,7 @@ from puna.stages.contract import rank_jobs
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.external import External
-from puna.stages.contract.measure import Meter
+from puna.stages.contract.measure import CPU_FILE, Meter
 from puna.stages.contract.run import Listener, StageRun
 from puna.stages.contract.signals import check_measured
 from puna.stages.executors import PartExecutor, ranks
@@ -202,7 +202,12 @@ def _make(
     for spec in stage.inputs:
         items = stage.check(given)[spec.name]
         arguments.append(items if spec.many else (items[0] if items else None))
-    with Meter(executor) as meter, _same_threads():
+    # Earlier attempts count if this one continues from their work.
+    counts = {file for file in work.scratch.iterdir() if CPU_FILE in file.name}
+    if counts == {*work.scratch.iterdir()} and not [*work.files.list(work.staging.folder)]:
+        for file in counts:
+            file.unlink(missing_ok=True)
+    with Meter(executor, work.scratch / CPU_FILE) as meter, _same_threads():
         others = rank_jobs.call(stage, arguments, config, given, run, store)
     try:
         code.check_unedited(stage, stage.reaches(config, given))

@@ -18,7 +18,7 @@ from puna.models.training.parallel.layout import Layout
 from puna.stages.contract.config import StageConfig, parse
 from puna.stages.contract.declaration import REGISTRY, Stage, Value
 from puna.stages.contract.external import External
-from puna.stages.contract.measure import Meter
+from puna.stages.contract.measure import CPU_FILE, Meter
 from puna.stages.contract.run import StageRun
 from puna.stages.executors import ranks
 from puna.storage import Artifact, PunaError, Store
@@ -130,6 +130,6 @@ def do(job: dict[str, Any]) -> None:
     config = parse(stage.config, job["config"], stage.name)
     arguments = from_json(stage, job["inputs"], store).values()
     with tempfile.TemporaryDirectory() as folder, ranks.together(None):
-        with Meter() as meter:
+        with Meter(file=Path(job["scratch"]) / f"{CPU_FILE}-{ranks.number('RANK')}") as meter:
             stage.function(*arguments, config, FollowerRun(stage, config, Path(job["scratch"]), Path(folder)))
         ranks.mesh().gather_texts(json.dumps([meter.cpu_seconds, meter.peak_bytes]))

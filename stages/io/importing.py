@@ -361,21 +361,20 @@ def _check_verifier(field: str, text: str, code_from: Sequence[str]) -> None:
 def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: ImportConfig) -> dict[str, Any]:
     """Return `values` with the row's id (`named`, else a digest), its prompt's id (except for prompts) and its split."""
     context, tools = values["messages"], values["tools"] or ""
-    content: tuple[Any, ...]
+    content: tuple[Any, ...] = "instruction", context, tools
     if kind == "instructions":
         turns = json.loads(context)
         first = next(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
-        prompt, content = identifier(json.dumps(turns[:first], ensure_ascii=False), tools), ("instruction", context, tools)
-    else:
-        prompt = identifier(context, tools)
+        context = dump(turns[:first])
+    prompt = identifier(context, tools)
+    if kind == "preferences":
         content = ("preference", prompt, *(values.get(side) for side in ("chosen", "rejected", "edited", "others")))
     values["id"] = named or (prompt if kind == "prompts" else identifier(*content))
     if kind != "prompts":
         values["prompt_id"] = prompt
     if values["split"] is None:
         assert isinstance(config, SplitConfig)
-        place = fraction(config.seed, prompt if kind == "instructions" else context)
-        values["split"] = "heldout" if place < config.heldout_fraction else "train"
+        values["split"] = "heldout" if fraction(config.seed, context) < config.heldout_fraction else "train"
     return values
 
 

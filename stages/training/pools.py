@@ -77,9 +77,7 @@ def grouped_documents(documents: Artifact, mixture: Artifact | None, most: int, 
     if len(ranked) > len(single):
         rest = OTHER + "s" * (OTHER in single)  # a category may be called other
         groups.append((rest, sorted(set(ranked) - set(single))))
-    return [
-        Group(name, {one: totals[one] for one in members}, reduce(add, (totals[one] for one in members))) for name, members in groups
-    ]
+    return [Group(name, {one: totals[one] for one in members}, reduce(add, (totals[one] for one in members))) for name, members in groups]
 
 
 def _training(part: Part, mixture: Artifact | None) -> list[Chosen]:

@@ -9,33 +9,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from puna.stages.conversations import BadRow, Message, message_of, others_of
 from puna.stages.training.bad_rows import BadRows, Limit
 from puna.stages.training.train import Example, render
-from puna.storage import Artifact, PunaError
+from puna.storage import Artifact
 
 if TYPE_CHECKING:
     from puna.models.tokens.tokenizer import Tokenizer
 
+PROMPT = ("prompt_id", "messages")  # columns that identify the prompt of a preference
 Tiers = list[list[Message]]
 """Tiers of equally good answers to a prompt, best tier first."""
 
 
 def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return the artifacts' preferences that have one of `levels` (None: any) or no level, sorted by id."""
+    """Return the artifacts' preferences that have one of `levels` (None: any) or no level, sorted by id. A prompt (an id, or equal
+    messages) that one row holds out is held out in all rows, because sets of preferences may be split by different hashes."""
     rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
+    heldout = {row[name] for row in rows if row["split"] == "heldout" for name in PROMPT}
+    for row in rows:
+        row["split"] = "train" if heldout.isdisjoint(row[name] for name in PROMPT) else "heldout"
     rows = [row for row in rows if levels is None or row["level"] is None or row["level"] in levels]
     return sorted(rows, key=lambda row: str(row["id"]))
-
-
-def check_splits(artifacts: Sequence[Artifact]) -> None:
-    """Raise PunaError if one set of preferences trains on a prompt that another set holds out."""
-    where: dict[str, dict[str, str]] = {"train": {}, "heldout": {}}
-    for artifact in artifacts:
-        table = artifact.read(columns=["prompt_id", "split"])
-        for prompt, split in zip(table["prompt_id"].to_pylist(), table["split"].to_pylist(), strict=True):
-            where[split].setdefault(prompt, artifact.id)
-    if both := sorted(set(where["train"]) & set(where["heldout"])):
-        prompt = both[0]
-        raise PunaError(f"prompt {prompt} is held out in {where['heldout'][prompt]} and trained on in {where['train'][prompt]}; "
-            "make both with the same seed and heldout_fraction")  # fmt: skip
 
 
 def by_tier(row: dict[str, Any]) -> Tiers:

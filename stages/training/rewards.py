@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from puna.stages.contract import StageConfig
+from puna.stages.contract import StageConfig, StageRun
 from puna.stages.training.turns import steps_of, to_score
 from puna.stages.verifiers.base import ScoringConfig
 from puna.stages.verifiers.reward_model import sigmoid
@@ -40,7 +40,8 @@ REWARDS = (
 Center = Literal["start", "zero"]
 CENTER = (
     "With reward product: the output whose sigmoid is one half. Preferences determine only differences of outputs, so 0 has no meaning. "
-    "start: the mean over right answers of the model before training (as in InstructGPT, Ouyang et al. 2022, 3.5); zero: 0"
+    "start: the mean over right answers (without any: over all) of the model before training (as in InstructGPT, Ouyang et al. 2022, 3.5); "
+    "zero: 0"
 )
 
 
@@ -57,9 +58,7 @@ class RewardSettings(StageConfig):
     def _reward_has_these_parts(self) -> Self:
         if self.reward != "product":
             self.refuse_unused("it is a part of reward product", "floor", "center")
-        if self.reward == "verifier":
-            self.refuse_unused("reward verifier asks no reward model", "ensemble")
-        return self
+        return self if self.reward != "verifier" else self.refuse_unused("reward verifier asks no reward model", "ensemble")
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,19 @@ class Rewards:
         scores = [[score * (self.floor + sigmoid(number, self.center)) for score, number in zip(*pair, strict=True)] for pair in both]
         return {"score": scores, **parts}
 
-    def center_by(self, prompts: Ids, completions: Completions) -> Rewards:
-        """Return rewards whose `center` is the mean reward-model output of these answers, weighted by their verifier scores. Without scores
-        or outputs, return the rewards unchanged."""
+    def center_by(self, prompts: Ids, completions: Completions, run: StageRun) -> Rewards:
+        """Return rewards whose `center` is the mean reward-model output of these answers, weighted by their verifier scores, or equally if
+        all scores are 0 (the metric `center_of` then says so). Without scores or outputs, return the rewards unchanged."""
         if self.gold is None or self.numbers is None:
             return self
         both = zip(self.gold(prompts, completions)["verifier"], self.numbers(prompts, completions), strict=True)
         pairs = [(score, number) for some in both for score, number in zip(*some, strict=True)]
-        weight = math.fsum(score for score, _ in pairs)
-        return replace(self, center=math.fsum(score * number for score, number in pairs) / weight) if weight else self
+        if not any(score for score, _ in pairs):
+            pairs = [(1.0, number) for _, number in pairs]
+            run.metric("center_of", "all answers, because none was right")
+        center = math.fsum(score * number for score, number in pairs) / math.fsum(score for score, _ in pairs)
+        run.metric("center", center)
+        return replace(self, center=center)
 
 
 def rewards_of(

@@ -33,9 +33,7 @@ class AdapterConfig(BadRowsConfig, SeededConfig):
 
     @model_validator(mode="after")
     def _adapters_are_used(self) -> Self:
-        if self.method == "full":
-            self.refuse_unused("method is full", "lora")
-        return self
+        return self if self.method != "full" else self.refuse_unused("method is full", "lora")
 
     @property
     def quantization(self) -> Literal["none", "nf4"]:
@@ -152,6 +150,8 @@ class DpoConfig(AdaptableConfig):
     @model_validator(mode="after")
     def _engine(self) -> DpoConfig:
         self.preference.own(self.loss_parameters)
+        if not self.nll_weight:
+            self.refuse_unused("nll_weight 0 leaves the likelihood term out", "nll_normalization")
         if self.preference.of == "answers" and self.pairs != "best_rest":
             raise ValueError(f"loss {self.loss} compares no pairs, so pairs={self.pairs} would do nothing: leave pairs out")
         if self.engine == "trl":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from puna.stages.contract import StageConfig
 from puna.stages.endpoint import EndpointConfig
@@ -166,7 +166,11 @@ class ScoringConfig(StageConfig):
     endpoint: EndpointConfig | None = Field(
         None, description="Model at an endpoint that grades for `judge` verifiers without a model; null: a model of the input `judges`"
     )
-    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum tokens of a grading model's reply, including its reasoning")
+    reply_tokens: int = Field(256, ge=1, le=65_536, description="Maximum tokens of an endpoint's reply, including its reasoning")
+
+    @model_validator(mode="after")
+    def _only_an_endpoint_replies(self) -> Self:
+        return self if self.endpoint else self.refuse_unused("there is no endpoint", "reply_tokens", group="scoring.")
 
     def unmet(self, where: str) -> list[str]:
         """Return a message if the endpoint's API key is not set. `where`: the name of the field with these settings."""

@@ -98,7 +98,7 @@ def as_many_seconds(one: Arms, name: str) -> bool:
 
 def figures(made: Mapping[int, Mapping[str, Artifact]]) -> dict[str, Any]:
     """Return the figures of all seeds. `made`: seed → step → artifact."""
-    rounds = {seed: arms.rounds((s, a) for s, a in steps.items() if a.kind == "evaluation") for seed, steps in made.items()}
+    rounds = {seed: arms.rounds(steps.items()) for seed, steps in made.items()}
     first = {seed: found[0] for seed, found in rounds.items()}
     without = {seed: answers_without_model(steps["prompts"].read().to_pylist()) for seed, steps in made.items()}
     ratios = [one.ratio(name, "round") or 0.0 for one in first.values() for name in CONTROLS if name in one.scores]

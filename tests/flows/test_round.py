@@ -214,6 +214,15 @@ def test_only_a_gain_that_is_not_shown_is_called_nothing(reason: str, said: str,
     assert rounds.stop_reason(2, Mock(), Mock(), Mock()) == f"{said}: {reason}"
 
 
+def test_the_record_of_a_run_names_the_steps_that_a_step_used(world: World) -> None:
+    model = world.model()
+    world.fire(model, world.pool(train=20))
+    made = {one.step: one for one in world.store.log(world.store.runs()[-1]).made}
+    trained, (policy, answers) = made["pretended_training_1"], made["pretended_training_1"].inputs or ()
+    assert policy == (model.id, "model", model.key) and answers == ("pretended_answers_1", "answers", made["pretended_answers_1"].key)
+    assert ("pretended_training_1", "model", trained.key) in (made["gate_1"].inputs or ())
+
+
 def preferred(store: Store, *ids: str) -> Artifact:
     rows = [
         {"id": name, "prompt_id": name, "task": "t", "split": "train", "messages": asking(name), "tools": None, "chosen": answering("a"),
@@ -241,6 +250,21 @@ def test_a_round_waits_for_preferences_and_learns_a_grown_set_once(world: World,
     assert module._preferences([two, three], []) == ((module._as_output(two), module._as_output(three)), 0)
     assert module._preferences([two, three], [module._as_output(grown)]) == ((module._as_output(three), module._as_output(grown)), 1)
     assert module._preferences([two], [module._as_output(two)]) == ((module._as_output(two),), 0)
+
+
+def test_no_demonstration_or_judgement_is_of_a_held_out_prompt(world: World) -> None:
+    model, pool = world.model(), world.pool(train=20)
+    schema = table_schema("instructions").schema
+
+    def taught(*turns: str, split: str = "train") -> Artifact:
+        texts = json.dumps([{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)])
+        row = dict.fromkeys(schema.names) | {"id": "i", "prompt_id": "p", "task": "t", "split": split, "source": "s", "messages": texts}
+        return world.store.import_table("instructions", pa.Table.from_pylist([row], schema=schema))
+
+    for given in (taught("held3", "yes"), taught("held0", "yes", "why?", "so"), preferred(world.store, "new", "held3")):
+        with pytest.raises(PunaError, match=f"1 rows of {given.id} train on prompts that {pool.id} holds out"):
+            world.fire(model, pool, given)
+    assert world.fire(model, pool, taught("held3", "yes", split="heldout"), taught("good003", "yes")).startswith("round 1: ")
 
 
 def test_a_plan_moves_nothing(world: World) -> None:
@@ -341,10 +365,10 @@ def test_a_round_that_is_cut_short_goes_on_to_the_same_end(
         else:
             performed = Session.perform
 
-            def stopped(self: Session, stage: Any, config: Any, given: Any, step: str) -> Any:
+            def stopped(self: Session, stage: Any, config: Any, given: Any, step: str, sources: Any) -> Any:
                 if step == at:
                     raise KeyboardInterrupt
-                return performed(self, stage, config, given, step)
+                return performed(self, stage, config, given, step, sources)
 
             patch.setattr(Session, "perform", stopped)
         with pytest.raises(KeyboardInterrupt):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,18 +12,20 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from puna.models import progress
 from puna.stages.align.reinforcement import GrpoConfig, grpo
 from puna.stages.align.sample import SampleConfig, sample
 from puna.stages.align.synthesize import SynthesizeConfig, synthesize
 from puna.stages.contract import External, execute, parse
 from puna.stages.conversations import asking, content_of, messages_of
 from puna.stages.curate.judge import JudgeConfig, judge
-from puna.stages.endpoint import grade_of
+from puna.stages.endpoint import Endpoint, EndpointConfig, grade_of
 from puna.stages.evaluation.benchmark import BenchmarkConfig, benchmark
 from puna.stages.io.import_model import ImportModelConfig, import_model
 from puna.storage import Artifact, PunaError, Store
@@ -58,6 +62,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(429, {"error": "later"}, Retry_After=0) if seen[body] == 1 else self.send(503, {})
         if "#slow" in text and seen[body] == 1:
             time.sleep(0.8)
+        if Path(str(log) + ".hangs").exists() and "#hang" in text:
+            time.sleep(3600)
         if "#moved" in text:
             return self.send(302, {}, Location="http://127.0.0.1:9/v1/chat/completions")
         if "#refused" in text:
@@ -76,7 +82,7 @@ class Remote:
     """The server: its address, and the requests that it received."""
 
     def __init__(self, url: str, log: Path) -> None:
-        self.url, self.log, self.down = url, log, Path(f"{log}.down")
+        self.url, self.log, self.down, self.hangs = url, log, Path(f"{log}.down"), Path(f"{log}.hangs")
 
     def asked(self) -> list[tuple[str | None, dict[str, Any]]]:
         return [tuple(json.loads(line)) for line in self.log.read_text().splitlines()] if self.log.exists() else []
@@ -170,6 +176,7 @@ def test_a_judge_elsewhere_grades_answers(tmp_path: Path, remote: Remote) -> Non
     made = sampled(store, prompts, remote.endpoint(), answers=1, scoring={"endpoint": remote.endpoint(model="judge")})
     gold = {row["prompt_id"]: row["gold"] for row in made.read().to_pylist()}
     assert gold == {"say #1": 0.2, "say #3": 0.6, "#none": None} and made.manifest.metrics["unscored_answers"] == 1
+    assert made.manifest.metrics["checker_calls"] == 3
     assert sorted(json.loads(row["request"])["model"] for row in made.read("exchanges").to_pylist()) == ["big"] * 3 + ["judge"] * 3
 
 
@@ -198,6 +205,66 @@ def test_a_policy_is_rewarded_by_a_judge_elsewhere(tmp_path: Path, remote: Remot
     assert made.manifest.metrics["exchanges"] == exchanges <= made.manifest.metrics["checker_calls"] == 16
     answered = [one for one in requests if "#3" not in one]
     assert len(answered) == len(set(answered)) and graded <= {json.loads(one)["messages"][-1]["content"] for one in answered}
+
+
+def test_training_ends_at_a_rollout_that_a_judge_does_not_grade(tmp_path: Path, remote: Remote) -> None:
+    store = Store.open(tmp_path / "store")
+    asked = prompts_of(store, "#none", "#refused", verifier={"name": "judge", "rubric": "right?", "max_grade": 5})
+    (files,) = External.resolve(f"model={saved(tmp_path / 'model')}")
+    given = {"policy": execute(import_model, ImportModelConfig(), {"model": files}, store), "prompts": asked}
+    settings = {"rollouts": 2, "prompts": 2, "answers": 2, "max_tokens": 3, "scoring": {"endpoint": remote.endpoint()}}
+    with pytest.raises(PunaError, match=r"grpo: none of the 4 answers of rollout 1 could be scored; check the verifiers and their judge"):
+        execute(grpo, parse(GrpoConfig, settings, "grpo"), given, store)
+
+
+def test_a_signal_ends_training_whose_judge_hangs_after_saving_its_state(tmp_path: Path, remote: Remote) -> None:
+    store = Store.open(tmp_path / "store")
+    asked = prompts_of(store, "say #1", "#hang", verifier={"name": "judge", "rubric": "right?", "max_grade": 5})
+    (files,) = External.resolve(f"model={saved(tmp_path / 'model')}")
+    given = {"policy": execute(import_model, ImportModelConfig(), {"model": files}, store), "prompts": asked}
+    endpoint = remote.endpoint(model="judge", seconds=1, retries=1)
+    settings = {"rollouts": 2, "prompts": 1, "answers": 2, "minibatches": 1, "max_tokens": 3, "scoring": {"endpoint": endpoint}}
+    config = parse(GrpoConfig, settings, "grpo")
+
+    def texts() -> list[str]:
+        return [request["messages"][-1]["content"] for _, request in remote.asked()]
+
+    def interrupt() -> None:
+        while not any("#hang" in text for text in texts()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    remote.hangs.touch()
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        execute(grpo, config, given, store)
+    thread.join()
+    assert "#1" in texts()[0] and list((tmp_path / "store" / "work").glob("*/scratch/*/step-*"))
+    remote.hangs.unlink()
+    made = execute(grpo, config, given, store)
+    answered = [text for text in texts() if "#1" in text]
+    assert len(made.read("training_log")) == 2 and len(answered) == len(set(answered))
+
+
+def test_an_interrupted_client_sends_no_further_request(tmp_path: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.hangs.touch()
+    config = parse(EndpointConfig, remote.endpoint(seconds=1, at_once=1), "endpoint")
+    client = Endpoint(config, SimpleNamespace(scratch=tmp_path, progress=lambda *_: None))  # type: ignore[arg-type]
+
+    def leave() -> None:
+        if remote.asked():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress, "leave", leave)
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        client.ask([{"messages": [{"role": "user", "content": f"#hang {i}"}]} for i in range(3)])
+    started = set(threading.enumerate()) - before
+    assert started and all(thread.daemon for thread in started)
+    for thread in started:
+        thread.join()
+    assert len(remote.asked()) == 1
 
 
 def test_answers_to_benchmarks_are_graded_elsewhere(tmp_path: Path, remote: Remote) -> None:

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
+from pydantic import Field
 
 from puna.stages.contract import StageConfig, StageRun, perform, rank_jobs, stage
-from puna.stages.contract.measure import EVERY_SECONDS, Meter
+from puna.stages.contract.measure import CPU_FILE, EVERY_SECONDS, Meter
 from puna.stages.executors import PartExecutor, local, parts, ranks
 from puna.stages.executors.worker import Answer
 from puna.storage import Store
@@ -88,6 +89,44 @@ def test_a_stage_is_charged_with_all_ranks(tmp_path: Path, monkeypatch: pytest.M
     rank_jobs.do({"stage": "shared", "config": {}, "inputs": {}, "store": str(tmp_path), "project": "default", "scratch": str(tmp_path / "s")})
     cpu_seconds, peak = json.loads(reports[-1])
     assert 0 <= cpu_seconds < 5 and 1 << 20 < peak < 1 << 40
+
+
+class ResumedConfig(StageConfig):
+    saves: bool = Field(description="Save the work of the first attempt")
+
+
+@stage(kind="signals", version="1")
+def resumed(config: ResumedConfig, run: StageRun) -> None:
+    """Use CPU time and fail in the first attempt, then use next to nothing."""
+    mark = run.scratch.parent / "attempted"
+    if not mark.exists():
+        mark.touch()
+        if config.saves:
+            (run.scratch / "state").touch()
+        raise KeyError(burn(0))
+    run.write(pa.table({"id": ["d"]}))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_stage_is_charged_with_the_earlier_attempts_that_it_continues(tmp_path: Path, saves: bool) -> None:
+    store = Store.open(tmp_path)
+    with pytest.raises(KeyError) as error:
+        perform(resumed, ResumedConfig(saves=saves), {}, store)
+    cpu_seconds = perform(resumed, ResumedConfig(saves=saves), {}, store).artifact.manifest.timings["cpu_seconds"]
+    assert (cpu_seconds >= error.value.args[0] - 0.02) is saves
+
+
+def test_cpu_seconds_are_on_disk_before_the_end(tmp_path: Path) -> None:
+    """A killed process cannot write them."""
+    file = tmp_path / CPU_FILE
+    file.write_text("1000")
+    with Meter(file=file):
+        while float(file.read_text()) == 1000:
+            burn(0)
+        file.write_text("damaged")
+    with Meter(file=tmp_path / "no folder" / CPU_FILE) as meter:
+        burn(0)
+    assert float(file.read_text()) > 1000 and 0 < meter.cpu_seconds < 1000
 
 
 def test_memory_is_that_of_the_stage_and_not_of_the_one_before(tmp_path: Path) -> None:

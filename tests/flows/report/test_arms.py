@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from puna.flows.report import arms
-from puna.storage import Artifact
+from puna.storage import Artifact, runs
 
 
 class Made:
@@ -132,3 +133,29 @@ def test_a_gain_is_earned_only_over_a_control_with_as_large_a_budget(monkeypatch
     assert one.budgets["best_of_n"] == arms.Budget(1000, 40, 16000, 30, 800, 70, 9.5)
     unknown = claimed(control_checked_1=Evaluation(30, of=Made("sample", (first,))))
     assert (unknown.budget_ratio, unknown.verdict) == (None, "more, budgets unknown")
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_arms_with_equal_models_have_budgets_of_their_own(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their evaluation is one artifact, whose manifest names the model that was evaluated first. A run's record names each arm's model;
+    runs of earlier versions have no such record."""
+    monkeypatch.setattr(arms, "Artifact", lambda kind, key, files: Made.every[key])
+    first = Made("sft", steps=50, trained_answers=800, seconds=9)
+    sampled = Made("sample", (first,), checker_calls=100, sampled_tokens=5000)
+    tuned = Made("sft", (first, sampled), steps=10, trained_answers=160, seconds=1)
+    policy = Made("grpo", (tuned,), steps=5, updates=20, trained_answers=640, checker_calls=900, sampled_tokens=9000, seconds=4)
+    evaluated = Evaluation(0, of=policy)
+    steps = {
+        "sft_first": (first, ["model"]), "evaluate_sft": (Evaluation(20, of=first), ["sft_first"]), "sample_1": (sampled, ["sft_first"]),
+        "sft_1": (tuned, ["sft_first", "sample_1"]), "grpo_1": (policy, ["sft_1"]), "evaluate_round_1": (evaluated, ["grpo_1"]),
+        "control_untaught_1": (evaluated, ["sft_1"]),
+    }  # fmt: skip
+    made = []
+    for name, (one, sources) in steps.items():
+        inputs = tuple((source, steps[source][0].kind, steps[source][0].key) for source in sources if source in steps)
+        event = runs.Made(name, one.manifest.stage, one.kind, one.key, False, 1.0, inputs).event()
+        made.append(json.loads(json.dumps(event if recorded else {key: value for key, value in event.items() if key != "inputs"})))
+    log = runs.RunLog.of("run", made, at_work=False)
+    (found,) = arms.rounds(((name, cast(Artifact, one)) for name, (one, _) in steps.items()), log.made)
+    assert found.budgets["round"] == arms.Budget(1000, 0, 14000, 30, 800, 0, 5)
+    assert found.budgets["untaught"] == (arms.Budget(100, 0, 5000, 10, 160, 0, 1) if recorded else found.budgets["round"])

@@ -13,10 +13,8 @@ from puna.models.formats.checkpoint import load, save
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.settings import TrainingSettings
 from puna.stages.align.average import AverageConfig, average
-from puna.stages.align.dpo import dpo
 from puna.stages.align.instructions import InstructionsConfig, chosen, instructions
 from puna.stages.align.preferences import PreferencesConfig, preferences
-from puna.stages.align.refusal_prompts import refusal_prompts
 from puna.stages.align.reinforcement import PpoConfig, ppo
 from puna.stages.align.rejection_sample import RejectionSampleConfig, rejection_sample
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
@@ -132,15 +130,16 @@ def pairs(store: Store, split: str, prompts: range, name: str) -> Artifact:
     return store.import_table("preferences", pa.Table.from_pylist(rows, schema=table_schema("preferences").schema))
 
 
-def test_prompts_held_out_in_one_set_of_preferences_are_not_trained_on_in_another(tmp_path: Path, tiny_model: Tiny) -> None:
+def test_prompts_held_out_in_one_set_of_preferences_are_held_out_in_all(tmp_path: Path, tiny_model: Tiny) -> None:
     """Otherwise the accuracy on held-out pairs would be measured on prompts that the reward model was trained on."""
     store = Store.open(tmp_path)
-    given = [pairs(store, "train", range(6), "a"), pairs(store, "heldout", range(5, 8), "b")]
-    with pytest.raises(PunaError, match=r"prompt 05 is held out in preferences/\w+ and trained on in preferences/\w+"):
-        execute(reward_model, RewardModelConfig(), {"model": tiny_model(store), "preferences": given}, store)
-    for other, more in ((dpo, {"model": tiny_model(store)}), (chosen, {}), (refusal_prompts, {})):
-        with pytest.raises(PunaError, match=r"prompt 05 is held out in preferences/\w+ and trained on in preferences/\w+"):
-            execute(other, other.config(), {"preferences": given, **more}, store)
+    first, second = pairs(store, "train", range(6), "a"), pairs(store, "heldout", range(5, 8), "b")
+    other_id = pa.array(["another id" if i == "05" else i for i in second.read()["prompt_id"].to_pylist()])
+    renamed = second.read().set_column(second.read().column_names.index("prompt_id"), "prompt_id", other_id)
+    for given in ([first, second], [first, store.import_table("preferences", renamed)]):  # equal ids, or only equal messages
+        model = execute(reward_model, RewardModelConfig(), {"model": tiny_model(store), "preferences": given}, store)
+        assert model.manifest.metrics["heldout_pairs"] == 4
+        assert execute(chosen, chosen.config(), {"preferences": given}, store).rows() == 5
 
 
 def test_ends_of_a_log_are_those_of_steps_that_were_taken(tmp_path: Path) -> None:

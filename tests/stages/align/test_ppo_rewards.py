@@ -25,7 +25,8 @@ from puna.models.generation import Completion
 from puna.models.tokens.tokenizer import Tokenizer
 from puna.models.training.rl_settings import RolloutSettings
 from puna.models.training.trainer import Trainer
-from puna.stages.align.average import SearchConfig
+from puna.stages.align.average import AverageConfig, SearchConfig
+from puna.stages.align.data_quality import DataQualityConfig
 from puna.stages.align.reinforcement import GrpoConfig, PpoConfig, RolloutsConfig, grpo, ppo
 from puna.stages.align.reward_model import RewardModelConfig, reward_model
 from puna.stages.align.sample import SampleConfig, sample
@@ -33,7 +34,7 @@ from puna.stages.contract import Facts, InputFacts, Model, Prompts, SeededConfig
 from puna.stages.conversations import answering, asking, prompt_ids
 from puna.stages.evaluation.evaluate import EvaluateConfig, evaluate
 from puna.stages.training.rewards import rewards_of
-from puna.stages.training.settings import AdapterConfig
+from puna.stages.training.settings import AdapterConfig, DpoConfig
 from puna.stages.verifiers import scoring
 from puna.stages.verifiers.base import Score, ScoringConfig
 from puna.stages.verifiers.registry import to_text
@@ -225,8 +226,8 @@ def rewards_stage(reward_model: Model, prompts: Prompts, config: RewardsConfig, 
         found = rewards_of(*some, rows, asked, tokenizer, 4096, floor=0.25)
         FOUND.append(found(asked, answers))
     # Of the first answers to the first prompt two are right; of the second prompt's answers none is.
-    FOUND.append(found.center_by(asked[:1], answers[:1])(asked, answers))
-    FOUND.append(found.center_by(asked[:1], [answers[0][1:2]])(asked, answers))
+    FOUND.append(found.center_by(asked[:1], answers[:1], run)(asked, answers))
+    FOUND.append(found.center_by(asked[:1], [answers[0][1:2]], run)(asked, answers))
     run.write_rows([])
 
 
@@ -248,8 +249,8 @@ def test_the_product_is_the_score_times_the_probability(tmp_path: Path, tiny_mod
         for text, number in zip(("abc", "xyz", "q a"), some, strict=True):
             ids = [*prompt_ids(tokenizer, row), *tokenizer.encode(text), tokenizer.stop_ids[0]]
             assert number == pytest.approx(float(network.scalar(network.hidden(Forest.pack([ids])))[-1].detach()), abs=1e-4)
-    assert without_right == products
-    for found, center in ((products, 0.0), (centered, (numbers[0][0] + numbers[0][2]) / 2)):
+    # Without a right answer, the center is the mean of all answers: 0 has no meaning.
+    for found, center in ((products, 0.0), (centered, (numbers[0][0] + numbers[0][2]) / 2), (without_right, numbers[0][1])):
         rows = [zip(*lines, strict=True) for lines in zip(scores, numbers, strict=True)]
         wanted = [[score * (0.25 + 1 / (1 + math.exp(center - number))) for score, number in row] for row in rows]
         assert [one for line in found for one in line] == pytest.approx([one for line in wanted for one in line])
@@ -471,3 +472,21 @@ def test_unscored_answers_of_before_a_stop_are_counted(tmp_path: Path, tiny_mode
         execute(sample, SampleConfig(answers=2, max_tokens=2), given, store)
     made = execute(sample, SampleConfig(answers=2, max_tokens=2), given, store)
     assert made.manifest.metrics["unscored_answers"] == made.rows() == 2 * asked(store).rows() > 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "name", "used"),
+    [
+        (DpoConfig, {"nll_normalization": "tokens"}, "nll_normalization", {"nll_weight": 0.1}),
+        (AverageConfig, {"search": {"steps": 8}}, "search", {}),
+        (DataQualityConfig, {"min_agreement": 0.9}, "min_agreement", {}),
+        (SampleConfig, {"top_k": 5}, "top_k", {"temperature": 0.5}),
+        (GrpoConfig, {"scoring": {"reply_tokens": 9}}, "scoring.reply_tokens", {"scoring": {"reply_tokens": 9, "endpoint": {"base_url": "http://h/v1", "model": "m"}}}),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_are_refused(kind: Any, values: dict[str, Any], name: str, used: dict[str, Any]) -> None:
+    unused = {DpoConfig: {"nll_weight": 0}, AverageConfig: {"weights": (1, 1)}, DataQualityConfig: {"judge": {}}, SampleConfig: {"temperature": 0}}
+    with pytest.raises(ValueError, match=f"{name} .* has no effect"):
+        kind(**values | unused.get(kind, {}))
+    kind(**unused.get(kind, {}))
+    kind(**values | used)

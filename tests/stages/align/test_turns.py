@@ -34,6 +34,8 @@ from puna.stages.verifiers.tools import TOOLS, results
 from puna.storage import Artifact, PunaError, Store
 from puna.storage.schemas import table_schema
 
+from .test_round import scorer
+
 Tiny = Callable[..., Artifact]
 SETTINGS: dict[str, Any] = {"rollouts": 1, "prompts": 4, "answers": 4, "max_tokens": 96, "minibatches": 1, "kl_coefficient": 0.0, "turns": 3}
 SEEN: list[tuple[Question, str]] = []
@@ -64,6 +66,15 @@ class Echo(BoundedVerifier):
     def score(self, question: Question, answer: str) -> Score:
         SEEN.append((question, answer))
         return Score(float("e" in answer))
+
+
+class Never(Echo):
+    """Score every answer 0."""
+
+    name: ClassVar[str] = "never"
+
+    def score(self, question: Question, answer: str) -> Score:
+        return Score(0.0)
 
 
 def asked(store: Store, verifier: str | None, count: int = 4) -> Artifact:
@@ -122,6 +133,29 @@ def test_one_turn_is_as_if_nothing_replied(tmp_path: Path, tiny_model: Tiny) -> 
         tables.append(made.read("rollouts"))
         assert "turns" not in made.read("training_log").column_names
     assert tables[0].equals(tables[1]) and set(tables[0]["turns"].to_pylist()) == {1}
+
+
+class Twice(Echo):
+    """Ask again once; only an answer of two turns is right."""
+
+    name: ClassVar[str] = "twice"
+
+    def reply(self, question: Question, messages: Sequence[dict[str, Any]]) -> str | None:
+        return None if len(messages) > 1 else "sure?"
+
+    def score(self, question: Question, answer: str) -> Score:
+        return Score(float(len(question.messages) > 1))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_center_is_that_of_answers_in_turns(tmp_path: Path, tiny_model: Tiny, right: bool) -> None:
+    """A verifier that wants two turns scores each answer of one turn 0. Without a right answer, the center is that of all answers."""
+    register(Twice if right else Never)
+    store = Store.open(tmp_path)
+    policy, verifier = execute(talkative, TalkativeConfig(), {"policy": tiny_model(store)}, store), to_text("twice" if right else "never")
+    given = {"policy": policy, "prompts": asked(store, verifier), "reward_model": scorer(store, policy)}
+    metrics = execute(grpo, GrpoConfig(**SETTINGS, reward="product"), given, store).manifest.metrics
+    assert metrics["center"] != 0 and ("center_of" in metrics) is not right
 
 
 def test_several_processes_are_refused_before_they_compute(tmp_path: Path, tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -475,3 +475,18 @@ def test_a_split_is_that_of_the_prompt(tmp_path: Path) -> None:
     own = [{"prompt": f"q{i}", "split": "test" if i % 2 else "train"} for i in range(10)]
     named = made(tmp_path, "prompts", written(tmp_path / "own", own, "jsonl"), heldout_fraction=0.5).read().to_pylist()
     assert {(messages_of(r)[0]["content"], r["split"]) for r in named} == {(f"q{i}", "heldout" if i % 2 else "train") for i in range(10)}
+
+
+def test_imports_of_one_seed_hold_out_the_same_prompts(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    rows: dict[str, list[dict[str, Any]]] = {"prompts": [], "instructions": [], "preferences": []}
+    for i in range(60):
+        asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"q{i}"}]
+        rows["prompts"].append({"id": f"own {i}", "messages": asked, "tools": tools})
+        rows["instructions"].append({"messages": [*asked, {"role": "assistant", "content": "a"}, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "b"}], "tools": tools})
+        rows["preferences"].append({"prompt": asked, "chosen": "a", "rejected": "b", "tools": tools})
+    held = []
+    for kind, some in rows.items():
+        found = made(tmp_path, kind, written(tmp_path / kind, some, "jsonl"), heldout_fraction=0.5).read().to_pylist()
+        held.append({messages_of(row)[1]["content"] for row in found if row["split"] == "heldout"})
+    assert held[0] == held[1] == held[2] and 5 < len(held[0]) < 55
