@@ -145,8 +145,7 @@ def _optimize(
         untrained = groups.answering(parallel(model, layout, groups.mesh, train.device()))
         rewards = _center(rewards, partial(turns, held_engine(untrained)), prompt_ids, tokenizer.stop_ids, config, run)
     valuing = (scalars[0] if scalars else train.load_model(policy, "scalar", new=True, layout=layout)[0]) if critic else None
-    reference = frozen(model)
-    centering = scorer.failures[0] if scorer is not None else 0
+    reference, centering = frozen(model), 0 if scorer is None else scorer.failures[0]
     with train.divergence_named(run.stage), adapters(model, config, run) as scales:
         other = VllmEngine(run.scratch / "vllm", tokenizer, memory=config.gpu_memory).holding if config.engine == "vllm" else None
         answered = groups, _keep(rows, prompt_ids, tokenizer, run), turns, train.device()

@@ -10,12 +10,25 @@ import torch
 from torch import Tensor
 
 from puna.models.training.losses import LOSSES, PairLogprobs
-from puna.models.training.objectives import base
+from puna.models.training.objectives.base import (
+    Ask,
+    Batch,
+    BatchT,
+    Metrics,
+    Model,
+    Objective,
+    Targets,
+    Totals,
+    divide,
+    sum_segments,
+    target_logprobs,
+)  # fmt: skip
 
 TIE = 1e-6  # nats; smaller margins are rounding, as between a policy and an equal reference
 
+
 @dataclass(frozen=True)
-class DpoBatch(base.Batch):
+class DpoBatch(Batch):
     """Preference pairs over the answers of a forest. Shapes that do not fit raise ValueError.
 
     targets    each prompt once, with its answers as branches; the mask is False at tokens that the preference term leaves out: with the
@@ -32,7 +45,7 @@ class DpoBatch(base.Batch):
             raise ValueError(f"{self.targets.answers} answers but {len(self.reference)} reference log-probs")
 
 
-class PreferenceObjective(base.Objective[base.BatchT]):
+class PreferenceObjective(Objective[BatchT]):
     """A preference loss by name, with a negative log-likelihood (NLL) term on the better answers. Invalid values raise ValueError.
 
     `nll_normalization`: ``sequence``, the mean over the better answers of each answer's mean per token (Pang et al. 2024); ``tokens``, the
@@ -64,13 +77,13 @@ class Dpo(PreferenceObjective[DpoBatch]):
         tokens = batch.targets.lengths[batch.chosen].sum()
         return {"pairs": float(len(batch.chosen)), "chosen_tokens": float(tokens)}
 
-    def loss(self, model: base.Model, batch: DpoBatch, totals: base.Totals) -> tuple[Tensor, base.Metrics]:
+    def loss(self, model: Model, batch: DpoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         targets, count = batch.targets, totals["pairs"]
-        logprobs = base.target_logprobs(model, targets)
+        logprobs = target_logprobs(model, targets)
         pairs = self._pairs(targets.sum_by_answer(logprobs), batch)
         result = self.preference.function(pairs, self.beta, **self.own)
         nll = answer_nll(logprobs, targets, batch.chosen, count, totals["chosen_tokens"], self.nll_normalization)
-        loss = base.divide(result.losses.sum(), count) + self.nll_weight * nll
+        loss = divide(result.losses.sum(), count) + self.nll_weight * nll
         with torch.no_grad():
             margin = result.chosen_reward - result.rejected_reward
             values = {
@@ -78,7 +91,7 @@ class Dpo(PreferenceObjective[DpoBatch]):
                 "chosen_reward": result.chosen_reward, "rejected_reward": result.rejected_reward,
                 "chosen_logprob": pairs.chosen, "rejected_logprob": pairs.rejected,
             }  # fmt: skip
-            metrics = {name: base.divide(value.sum(), count).detach() for name, value in values.items()}
+            metrics = {name: divide(value.sum(), count).detach() for name, value in values.items()}
             metrics["nll"] = nll.detach()
         return loss, metrics
 
@@ -94,27 +107,27 @@ class Dpo(PreferenceObjective[DpoBatch]):
 
 
 def answer_nll(
-    logprobs: Tensor, targets: base.Targets, chosen: Tensor, answers: float, tokens: float, normalization: Literal["sequence", "tokens"]
+    logprobs: Tensor, targets: Targets, chosen: Tensor, answers: float, tokens: float, normalization: Literal["sequence", "tokens"]
 ) -> Tensor:
     """Return the negative log-likelihood of the chosen answers, masked tokens included: a scalar in nats.
 
     logprobs [N] float; chosen [M] int64, indices of answers. ``sequence``: the sum of the answers' means per token, divided by `answers`,
     the step's number of chosen answers; ``tokens``: the sum over all their tokens, divided by `tokens`, the step's number of these."""
-    sums = base.sum_segments(logprobs, targets.lengths)[chosen]
+    sums = sum_segments(logprobs, targets.lengths)[chosen]
     if normalization == "tokens":
-        return base.divide(-sums.sum(), tokens)
-    return base.divide(-(sums / targets.lengths[chosen].clamp(min=1)).sum(), answers)
+        return divide(-sums.sum(), tokens)
+    return divide(-(sums / targets.lengths[chosen].clamp(min=1)).sum(), answers)
 
 
 @torch.no_grad()
-def reference_logprobs(model: base.Model, targets: base.Targets) -> Tensor:
+def reference_logprobs(model: Model, targets: Targets) -> Tensor:
     """Return [A] float32 on the CPU, without a gradient: each answer's log-probability under `model`, summed over unmasked targets."""
     moved = targets.to(next(weight.device for weight in model.parameters() if not weight.is_meta))
-    return moved.sum_by_answer(base.target_logprobs(model, moved)).float().cpu()
+    return moved.sum_by_answer(target_logprobs(model, moved)).float().cpu()
 
 
 @dataclass(frozen=True)
-class KtoBatch(base.Batch):
+class KtoBatch(Batch):
     """Labelled answers, and mismatched ones (to other prompts) for the KL divergence from the reference. Wrong shapes raise ValueError.
 
     targets              each prompt once, with its answers as branches; tokens whose mask is False do not enter the preference term
@@ -125,7 +138,7 @@ class KtoBatch(base.Batch):
 
     desirable: Tensor
     reference: Tensor
-    mismatched: base.Targets
+    mismatched: Targets
     mismatched_reference: Tensor
 
     def __post_init__(self) -> None:
@@ -147,14 +160,14 @@ class Kto(PreferenceObjective[KtoBatch]):
         }  # fmt: skip
 
     @torch.no_grad()
-    def measure(self, ask: base.Ask, batch: KtoBatch) -> dict[str, float]:
+    def measure(self, ask: Ask, batch: KtoBatch) -> dict[str, float]:
         """Return the sum of the mismatched answers' log-ratios; the step's KL estimate is their mean, or 0 if the mean is negative."""
         targets = batch.mismatched
-        logprobs = targets.sum_by_answer(ask(base.target_logprobs, targets).to(targets.mask.device))
+        logprobs = targets.sum_by_answer(ask(target_logprobs, targets).to(targets.mask.device))
         return {"mismatched_ratio": float((logprobs - batch.mismatched_reference).sum())}
 
-    def loss(self, model: base.Model, batch: KtoBatch, totals: base.Totals) -> tuple[Tensor, base.Metrics]:
-        logprobs = base.target_logprobs(model, batch.targets)
+    def loss(self, model: Model, batch: KtoBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        logprobs = target_logprobs(model, batch.targets)
         ratios = batch.targets.sum_by_answer(logprobs) - batch.reference
         kl = max(0.0, totals["mismatched_ratio"] / max(totals["mismatched"], 1.0))
         good = batch.desirable
@@ -162,8 +175,8 @@ class Kto(PreferenceObjective[KtoBatch]):
         nll = answer_nll(logprobs, batch.targets, good.nonzero()[:, 0], totals["chosen"], totals["chosen_tokens"], self.nll_normalization)
         with torch.no_grad():
             rewards = self.beta * ratios
-            chosen, rejected = base.divide(rewards[good].sum(), totals["chosen"]), base.divide(rewards[~good].sum(), totals["rejected"])
+            chosen, rejected = divide(rewards[good].sum(), totals["chosen"]), divide(rewards[~good].sum(), totals["rejected"])
             share = len(good) / totals["answers"]
             kls = kl * share * torch.ones_like(chosen)
             metrics = {"kl": kls, "chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected, "nll": nll.detach()}
-        return base.divide(losses.sum(), totals["answers"]) + self.nll_weight * nll, metrics
+        return divide(losses.sum(), totals["answers"]) + self.nll_weight * nll, metrics
