@@ -21,11 +21,14 @@ Tiers = list[list[Message]]
 
 def read_preferences(artifacts: Sequence[Artifact], levels: Sequence[str] | None) -> list[dict[str, Any]]:
     """Return the artifacts' preferences that have one of `levels` (None: any) or no level, sorted by id. A prompt (an id, or equal
-    messages) that one row holds out is held out in all rows, because sets of preferences may be split by different hashes."""
-    rows = [row for artifact in artifacts for row in artifact.read().to_pylist()]
-    heldout = {row[name] for row in rows if row["split"] == "heldout" for name in PROMPT}
-    for row in rows:
-        row["split"] = "train" if heldout.isdisjoint(row[name] for name in PROMPT) else "heldout"
+    messages) that one artifact holds out is held out in all, because they may be split by different hashes."""
+    tables = [artifact.read().to_pylist() for artifact in artifacts]
+    heldout = [{row[name] for row in table if row["split"] == "heldout" for name in PROMPT} for table in tables]
+    for number, table in enumerate(tables):
+        elsewhere = set().union(*heldout[:number], *heldout[number + 1 :])
+        for row in table:
+            row["split"] = row["split"] if elsewhere.isdisjoint(row[name] for name in PROMPT) else "heldout"
+    rows = [row for table in tables for row in table]
     rows = [row for row in rows if levels is None or row["level"] is None or row["level"] in levels]
     return sorted(rows, key=lambda row: str(row["id"]))
 

@@ -96,7 +96,7 @@ class ResumedConfig(StageConfig):
 
 
 @stage(kind="signals", version="1")
-def resumed(config: ResumedConfig, run: StageRun) -> None:
+def continued(config: ResumedConfig, run: StageRun) -> None:
     """Use CPU time and fail in the first attempt, then use next to nothing."""
     mark = run.scratch.parent / "attempted"
     if not mark.exists():
@@ -111,8 +111,8 @@ def resumed(config: ResumedConfig, run: StageRun) -> None:
 def test_a_stage_is_charged_with_the_earlier_attempts_that_it_continues(tmp_path: Path, saves: bool) -> None:
     store = Store.open(tmp_path)
     with pytest.raises(KeyError) as error:
-        perform(resumed, ResumedConfig(saves=saves), {}, store)
-    cpu_seconds = perform(resumed, ResumedConfig(saves=saves), {}, store).artifact.manifest.timings["cpu_seconds"]
+        perform(continued, ResumedConfig(saves=saves), {}, store)
+    cpu_seconds = perform(continued, ResumedConfig(saves=saves), {}, store).artifact.manifest.timings["cpu_seconds"]
     assert (cpu_seconds >= error.value.args[0] - 0.02) is saves
 
 

@@ -60,7 +60,8 @@ def instructions(store: Store, count: int = 24) -> Artifact:
 
 def preferences(store: Store, count: int = 24, edited: bool = False, split: str = "train") -> Artifact:
     rows = [
-        {"id": f"{i:02d}{split}", "prompt_id": f"{split}{i // 2:02d}", "task": "t", "split": split, "messages": asking(f"say {i // 2} + 1"),
+        {"id": f"{i:02d}{split}", "prompt_id": f"{split}{i // 2:02d}", "task": "t", "split": split,
+         "messages": asking(f"say {i // 2} + 1{'.' * (split == 'heldout')}"),
          "tools": None, "chosen": answering(str(i // 2 + 1)), "rejected": answering(f"no {i % 4}"),
          "edited": answering(f"{i // 2 + 1} !") if edited else None, "others": None, "level": "better", "margin": 0.5, "chosen_model": "a", "rejected_model": "b"}
         for i in range(count)

@@ -34,7 +34,7 @@ def rows_of(store: Store, rows: list[dict[str, Any]]) -> Artifact:
 
 def answers(store: Store, **more: str) -> Artifact:
     """Return eight good and four bad answers."""
-    return rows_of(store, [{**more, "prompt_id": f"{more}{i:02d}", "messages": asking(f"say {i}"), **({"chosen": answering("1")} if i % 3 else {"rejected": answering("no")})} for i in range(12)])
+    return rows_of(store, [{**more, "prompt_id": f"{more}{i:02d}", "messages": asking(f"say {i}{'.' * len(more)}"), **({"chosen": answering("1")} if i % 3 else {"rejected": answering("no")})} for i in range(12)])
 
 
 def test_single_answers_are_learned_from(tmp_path: Path, tiny_model: Tiny) -> None:
