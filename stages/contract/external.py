@@ -190,10 +190,9 @@ def _located(uri: str) -> tuple[Any, str]:
     import fsspec
 
     scheme = "file" if os.path.lexists(uri) else uri.partition("://")[0]
-    if scheme not in UNCHAINED:
-        return fsspec.core.url_to_fs(uri)  # type: ignore[no-any-return]
-    kind = fsspec.get_filesystem_class(scheme)
-    return fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(uri)), kind._strip_protocol(uri)
+    mark = "\ue000" if scheme in UNCHAINED else "::"  # a character for private use, which fsspec takes for a part of a name
+    system, path = fsspec.core.url_to_fs(uri.replace("::", mark))
+    return system, path.replace(mark, "::")
 
 
 def _files(uri: str) -> Iterator[ExternalFile]:
