@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -363,9 +363,7 @@ def _with_ids(kind: str, values: dict[str, Any], named: str | None, config: Impo
     context, tools = values["messages"], values["tools"] or ""
     content: tuple[Any, ...] = "instruction", context, tools
     if kind == "instructions":
-        turns = json.loads(context)
-        first = next(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
-        context = dump(turns[:first])
+        context = dump(list(takewhile(lambda turn: turn["role"] != "assistant", json.loads(context))))
     prompt = identifier(context, tools)
     if kind == "preferences":
         content = ("preference", prompt, *(values.get(side) for side in ("chosen", "rejected", "edited", "others")))

@@ -123,13 +123,15 @@ class LanguageRules(RuleGroup):
     @field_validator("languages", mode="before")
     @classmethod
     def _canonical(cls, given: Any) -> Any:
+        if not isinstance(given, list | tuple):
+            return given
         known = shipped_names().codes.keys() | OTHER_CODES
         # YAML reads `no`, Norwegian, as false. Unknown codes of three letters may be those of the user's own classifier.
-        codes = ["no" if one is False else shipped_names().canonical(str(one)) for one in given or ()]
+        codes = ["no" if one is False else shipped_names().canonical(str(one)) for one in given]
         for code in codes:
             if code not in known and not re.fullmatch("[a-z]{3}", code):
                 raise ValueError(f"{code!r} is not the ISO 639 code of a language{did_you_mean(code, sorted(known))}")
-        return codes or given
+        return codes
 
 
 class GopherRepetitionRules(WebRules):

@@ -34,6 +34,8 @@ def test_languages_are_named_by_any_code(given):
     for code in ("English", "xx", "", True):
         with pytest.raises(PunaError, match="is not the ISO 639 code of a language|valid string"):
             config(language={"languages": [code]})
+    with pytest.raises(PunaError, match="valid tuple"):
+        config(language={"languages": "eng"})
 
 
 def test_the_first_rule_in_declared_order_is_recorded(tmp_path, make_documents):
